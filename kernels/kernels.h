@@ -1,0 +1,155 @@
+/* The boundary between the model and a device: handle, memory, op table.
+ *
+ * A ql_dev is one lane's device: a GPU with its stream, or a CPU thread. Only the lane's own thread calls it. The model
+ * above sees no CUDA and no instruction set; it fills args structs and calls through the table, so that a lane can be
+ * run, recorded and tested on any machine. Host twins (<family>_host.c) define every op's result; faster host variants
+ * give the twin's bits, CUDA kernels the contract's.
+ *
+ * Pointers in args are device pointers unless a comment says host. Ops are asynchronous in order on the device's
+ * stream; copies to the host complete after `sync`. No op allocates, creates or synchronises anything.
+ *
+ * Shape letters used in all contracts:
+ *   T rows (tokens) of this call   H hidden   V vocabulary   D = 256 head size   P = 64 tokens of a KV page
+ *   "local": of this lane's shard
+ */
+#ifndef QL_KERNELS_KERNELS_H
+#define QL_KERNELS_KERNELS_H
+
+#include "runtime/base/qformat.h"
+#include "runtime/base/status.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ql_dev ql_dev;
+
+/* The phase, not the row count, picks kernel family and precision (docs/design.md, "One reduction order"). */
+typedef enum ql_phase { QL_PHASE_PROMPT = 0, QL_PHASE_GEN = 1 } ql_phase;
+
+enum { QL_PAGE = 64, QL_GDN_CHUNK = 64 };
+
+/* The rows of one step. Segment s is n consecutive rows of one sequence, positions pos0[s].. in order; in the prompt
+ * phase pos0 is a multiple of 64. Arrays live on the device. */
+typedef struct ql_batch {
+    ql_phase phase;
+    int32_t n_row, n_seg;
+    int32_t max_page;        /* row stride of `page` */
+    const int32_t *row_seg;  /* [n_row] segment of a row */
+    const int32_t *row_pos;  /* [n_row] position in its sequence */
+    const int32_t *seg_row;  /* [n_seg + 1] first row of each segment, then n_row */
+    const int32_t *seg_pos;  /* [n_seg] position of the first row */
+    const int32_t *seg_slot; /* [n_seg] state slot */
+    const int32_t *page;     /* [n_seg][max_page] KV page of positions 64*i .. 64*i+63 */
+} ql_batch;
+
+/* Sizes that scratch depends on, all local to the lane. */
+typedef struct ql_shape {
+    int32_t hidden, vocab, vocab_local;
+    int32_t n_head, n_kv_head, n_key_head, n_value_head, mlp;
+    int32_t max_row;         /* rows of one step */
+    int32_t max_seg;         /* segments of one step */
+    int32_t max_out;         /* rows that get logits in one step */
+    int32_t max_ctx;
+} ql_shape;
+
+#include "kernels/attention.h"
+#include "kernels/embed.h"
+#include "kernels/gdn.h"
+#include "kernels/linear.h"
+#include "kernels/mlp.h"
+#include "kernels/norm.h"
+#include "kernels/sample.h"
+
+/* Families with a counter of their own: which kernels served a run. Linear paths are format x phase. */
+typedef enum ql_path {
+    QL_PATH_LINEAR = 0,
+    QL_PATH_EMBED = QL_PATH_LINEAR + 2 * QL_FORMAT_COUNT,
+    QL_PATH_NORM,
+    QL_PATH_GATED_NORM,
+    QL_PATH_CONV,
+    QL_PATH_GDN_CHUNK,
+    QL_PATH_GDN_STEP,
+    QL_PATH_ATTN_PREP,
+    QL_PATH_ATTN_PROMPT,
+    QL_PATH_ATTN_GEN,
+    QL_PATH_SWIGLU,
+    QL_PATH_TOPK,
+    QL_PATH_SAMPLE,
+    QL_PATH_COUNT
+} ql_path;
+
+static inline int32_t ql_path_linear(ql_qformat format, ql_phase phase) {
+    return QL_PATH_LINEAR + 2 * (int32_t)format + (int32_t)phase;
+}
+
+typedef struct ql_ops {
+    const char *name; /* "host" or "cuda" */
+
+    /* memory: the plan's allocations, made while opening */
+    ql_status (*alloc)(ql_dev *dev, size_t bytes, const char *what, void **out); /* zeroed */
+    void (*free)(ql_dev *dev, void *ptr);
+    ql_status (*h2d)(ql_dev *dev, void *dst, const void *src, size_t bytes); /* src may be reused after the call */
+    ql_status (*d2h)(ql_dev *dev, void *dst, const void *src, size_t bytes); /* complete after sync */
+    ql_status (*zero)(ql_dev *dev, void *dst, size_t bytes);
+    ql_status (*sync)(ql_dev *dev);
+    /* Scratch that the ops of this device need for the shape; becomes dev->scratch before the first op. */
+    size_t (*scratch_bytes)(const ql_dev *dev, const ql_shape *shape);
+
+    /* weights */
+    void (*weight_bytes)(ql_qformat format, int32_t n, int32_t k, int32_t row_off, int32_t col_off,
+                         uint64_t *weight_bytes, uint64_t *scale_bytes); /* resident bytes of a slice */
+    ql_status (*weight_load)(ql_dev *dev, const ql_weight_src *src, ql_weight *out);
+    /* CRC-32 of the resident codes, in the file's order: rows of the cut, each its columns of the cut. */
+    ql_status (*weight_crc)(ql_dev *dev, const ql_weight *w, uint32_t *crc);
+    void (*weight_free)(ql_dev *dev, ql_weight *w);
+
+    /* ops */
+    ql_status (*embed)(ql_dev *dev, const ql_embed_args *a);
+    ql_status (*linear)(ql_dev *dev, const ql_linear_args *a);
+    ql_status (*rmsnorm)(ql_dev *dev, const ql_rmsnorm_args *a);
+    ql_status (*gated_norm)(ql_dev *dev, const ql_gated_norm_args *a);
+    ql_status (*conv)(ql_dev *dev, const ql_conv_args *a);
+    ql_status (*gdn)(ql_dev *dev, const ql_gdn_args *a);
+    ql_status (*attn_prep)(ql_dev *dev, const ql_attn_prep_args *a);
+    ql_status (*attention)(ql_dev *dev, const ql_attention_args *a);
+    ql_status (*swiglu)(ql_dev *dev, const ql_swiglu_args *a);
+    ql_status (*add)(ql_dev *dev, const ql_add_args *a);
+    ql_status (*gather_rows)(ql_dev *dev, const ql_gather_rows_args *a);
+    ql_status (*topk)(ql_dev *dev, const ql_topk_args *a);
+    ql_status (*sample)(ql_dev *dev, const ql_sample_args *a);
+
+    /* Variant that serves a path, such as "twin" or "avx512". */
+    const char *(*variant)(const ql_dev *dev, int32_t path);
+    void (*close)(ql_dev *dev);
+} ql_ops;
+
+struct ql_dev {
+    const ql_ops *ops;
+    ql_error *err;                  /* where this lane's first error is written */
+    const ql_allocator *mem;        /* host memory */
+    void *scratch;
+    size_t scratch_bytes;
+    uint64_t n_path[QL_PATH_COUNT]; /* calls, written by the lane with relaxed atomics, read by anyone */
+    uint64_t h2d_bytes, d2h_bytes;  /* likewise */
+    uint64_t progress;              /* bumped before each op: a waiting peer's proof of life; likewise */
+    char device[64];
+    void *impl;
+};
+
+static inline void ql_dev_count(uint64_t *counter, uint64_t n) { __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
+
+/* "linear.nvfp4.gen/avx512" and the like; `out` holds 48 bytes. */
+void ql_path_name(const ql_dev *dev, int32_t path, char *out);
+
+/* A CPU lane. `kernels` forces variants ("linear=twin"): NULL picks the best that this CPU has. Unknown names and
+ * variants that the CPU lacks are QL_ERR_USAGE, with those that it has. */
+ql_status ql_host_dev_open(ql_dev *dev, const char *kernels, const ql_allocator *mem, ql_error *err);
+
+/* The host table itself, for plans that have no device. */
+const ql_ops *ql_host_ops(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

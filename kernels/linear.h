@@ -1,0 +1,66 @@
+/* linear: y = x W^T for quantized and plain weights.
+ *
+ *   y[t][r] = sum_c x[t][c] * w[r][c]      t < T, r < n, c < k
+ *
+ * Weights stay packed; each is decoded in registers to the exact value code * E4M3 group scale (or the plain number),
+ * which f32 holds exactly. Channel, tensor and factor scales multiply the finished f32 sum; a 128-block scale multiplies
+ * its block's sum. base/qformat.h has the formats.
+ *
+ * Slices. With n_slice > 1 the k columns are n_slice equal canonical slices: each slice's sum is finished on its own,
+ * scaled, and the n_slice results are added as the balanced binary tree. n_slice is a power of two that divides k.
+ *
+ * Order inside a slice, the same for every host variant, row count and lane count: element c of the slice goes to
+ * accumulator c % 16 by a separate multiply and add in rising c; the 16 accumulators are added as
+ * ((0+8)+(4+12))+((2+10)+(6+14)) + ((1+9)+(5+13))+((3+11)+(7+15)), that is: halves of 8, 4, 2, 1. FP8_BLOCK keeps 16
+ * totals: at each block end total[i] += acc[i] * scale, acc[i] = 0; blocks are aligned to the whole matrix, so a slice
+ * may begin inside one. CUDA families have an order of their own, fixed by the shape.
+ *
+ * Precision of x: EXACT as it is; BF16 each element rounded once (nearest even); FP8, for the FP8 formats, each row and
+ * slice scaled by s = max(amax, 2^-126) / 448, rounded to E4M3, the slice's sum multiplied by s; for other formats as
+ * BF16.
+ *
+ * Shapes: x f32 [T][ldx], y f32 [T][ldy], strides in elements. x and y do not overlap. NaN in x stays in its own row.
+ * Each row of y depends on its row of x alone.
+ * Bytes: n * row_bytes(k) + scales + 4 T (k + n). Flops: 2 T n k.
+ */
+#ifndef QL_KERNELS_LINEAR_H
+#define QL_KERNELS_LINEAR_H
+
+/* A slice in the file: which rows and columns to take, with the strides of the whole matrix. Host pointers. */
+typedef struct ql_weight_src {
+    const char *module;        /* for messages */
+    ql_qformat format;
+    int32_t n, k;              /* of the slice */
+    int32_t n_range;           /* row ranges of the whole matrix, in order, together n rows */
+    int32_t row0[3], row1[3];
+    int32_t col0;              /* first column; multiple of 16 for NVFP4 */
+    int32_t full_n, full_k;    /* of the whole matrix */
+    const uint8_t *data;       /* codes of the whole matrix */
+    const uint8_t *scale;      /* scales of the whole matrix, or NULL */
+    ql_dtype scale_dtype;      /* F32, F16 or BF16; F8_E4M3 for NVFP4 */
+    float factor;              /* FP8_TENSOR, NVFP4: finite and > 0; else 1 */
+} ql_weight_src;
+
+/* A resident slice. FP8_BLOCK with several ranges needs every range to begin and end on a block. */
+typedef struct ql_weight {
+    ql_qformat format;
+    int32_t n, k;
+    int32_t row_off, col_off;  /* FP8_BLOCK: where in its 128-block the first row and column lie */
+    float factor;
+    void *data;                /* device layout of the codes */
+    void *scale;               /* FP8_CHANNEL f32 [n]; FP8_BLOCK f32 [row blocks][col blocks]; NVFP4 E4M3 [n][k/16] */
+    uint64_t weight_bytes, scale_bytes; /* held */
+    float max_abs;             /* upper bound of |w| from the scales; 0 for plain formats */
+} ql_weight;
+
+typedef struct ql_linear_args {
+    const ql_weight *w;
+    const float *x;
+    float *y;
+    int64_t ldx, ldy;
+    int32_t n_row, n_slice;
+    ql_phase phase;
+    ql_precision precision;    /* EXACT, BF16 or FP8 */
+} ql_linear_args;
+
+#endif
