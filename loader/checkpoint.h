@@ -10,7 +10,7 @@
 #ifndef QL_LOADER_CHECKPOINT_H
 #define QL_LOADER_CHECKPOINT_H
 
-#include "loader/config.h"
+#include "loader/role.h"
 #include "loader/safetensors.h"
 
 /* A linear weight with its scales. */
@@ -65,6 +65,25 @@ struct ql_checkpoint {
  * snapshot of refs/main). *dir is the caller's (free). */
 ql_status ql_model_dir(const char *model, char **dir, ql_error *err);
 
-/* ql_checkpoint_open, _close, _get_info, _get_tensor, _tensor_crc and _note of qlane.h are defined in checkpoint.c. */
+/* One weight of the model, as ql_checkpoint_each meets it. */
+enum { QL_LAYER_NONE = -1, QL_LAYER_MTP = -2 };
+
+typedef struct ql_visit {
+    int32_t layer;            /* 0 to n_layer-1, QL_LAYER_MTP, or QL_LAYER_NONE outside layers */
+    ql_role role;
+    ql_part part;             /* for ql_shard_cut */
+    const ql_linear *linear;  /* exactly one of these two is set */
+    const ql_tensor *tensor;
+} ql_visit;
+
+typedef ql_status (*ql_visit_fn)(void *user, const ql_visit *visit, ql_error *err);
+
+/* Visits every weight that a lane loads, once and in load order: embedding, layers, final norm, head and, when
+ * `with_mtp`, the MTP module. A tied head is visited as the embedding only. Stops at the first failure of `fn` and
+ * returns it. `with_mtp` on a checkpoint without MTP is QL_ERR_USAGE. */
+ql_status ql_checkpoint_each(const ql_checkpoint *checkpoint, bool with_mtp, ql_visit_fn fn, void *user, ql_error *err);
+
+/* ql_checkpoint_open, _close, _get_info, _get_tensor, _tensor_crc and _note of qlane.h are defined in checkpoint.c,
+ * ql_checkpoint_plan by the engine. */
 
 #endif

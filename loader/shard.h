@@ -25,16 +25,6 @@ typedef struct ql_shard {
 /* Refuses a lane count that does not divide S, naming those that do. */
 ql_status ql_shard_init(ql_shard *shard, const ql_config *config, int32_t n_lane, int32_t lane, ql_error *err);
 
-/* The part a tensor plays decides how it is cut. */
-typedef enum ql_part {
-    QL_PART_WHOLE,                           /* norms, mtp.fc */
-    QL_PART_Q, QL_PART_KV, QL_PART_O,        /* q_proj rows; k_proj and v_proj rows; o_proj columns */
-    QL_PART_IN_QKV, QL_PART_VALUE, QL_PART_OUT, /* three row ranges (conv1d too); in_proj_z rows; out_proj columns */
-    QL_PART_VALUE_HEAD,                      /* one row or element a value head: in_proj_a/b, A_log, dt_bias */
-    QL_PART_MLP, QL_PART_DOWN,               /* gate and up rows; down columns */
-    QL_PART_VOCAB,                           /* embedding and head rows */
-} ql_part;
-
 typedef struct ql_cut {
     int32_t axis;             /* 0: rows, 1: columns, -1: whole */
     int32_t n_range;          /* row cuts: 1 to 3; column cuts: 1 */
