@@ -10,9 +10,9 @@
  *
  * gated_norm: the GatedDeltaNet output norm, plain weight, per value head of 128 entries.
  *
- *   y[t][h][i] = o * rsqrt(mean_i(o^2) + eps) * w[i] * silu(z[t][h][i])      silu(a) = a / (1 + exp(-a))
+ *   y[t][h][i] = ((o * (1 / sqrt(sum_i o^2 / 128 + eps))) * w[i]) * silu(z[t][h][i])      silu(a) = a / (1 + exp(-a))
  *
- * o, z, y f32 [T][n_head][128] dense, w [128]; y may be o.
+ * Sum of squares as above. o, z, y f32 [T][n_head][128] dense, w [128]; y may be o.
  */
 #ifndef QL_KERNELS_NORM_H
 #define QL_KERNELS_NORM_H
