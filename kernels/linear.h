@@ -47,7 +47,7 @@ typedef struct ql_weight {
     int32_t n, k;
     int32_t row_off, col_off;  /* FP8_BLOCK: where in its 128-block the first row and column lie */
     float factor;
-    void *data;                /* device layout of the codes */
+    void *data;                /* codes in the device's layout; plain formats row-major, as in the file */
     void *scale;               /* FP8_CHANNEL f32 [n]; FP8_BLOCK f32 [row blocks][col blocks]; NVFP4 E4M3 [n][k/16] */
     uint64_t weight_bytes, scale_bytes; /* held */
     float max_abs;             /* upper bound of |w| from the scales; 0 for plain formats */

@@ -97,7 +97,8 @@ typedef void (*ql_log_fn)(void *user, ql_log_level level, const char *line);
  * concurrently for one engine. */
 typedef void (*ql_progress_fn)(void *user, uint64_t done_bytes, uint64_t total_bytes);
 
-/* Where the library takes host memory from: all three or none. The third-party JSON, regex and Unicode libraries keep
+/* Where an engine takes the memory that it holds from open to close: host lanes' weights, KV, state and workspaces,
+ * staging, step buffers. All three functions or none. Requests, results, parsed files and the third-party libraries keep
  * to malloc. Must be thread safe; `free` is called with NULL too. */
 typedef struct ql_allocator {
     void *(*malloc)(void *user, size_t bytes);

@@ -1,0 +1,143 @@
+/* What lanes hold and which context fits, from headers alone. */
+#include "runtime/engine/engine_impl.h"
+
+#include <stdio.h>
+#include <string.h>
+
+ql_options ql_options_default(void) {
+    return (ql_options){.size = sizeof(ql_options), .max_seqs = 8, .chunk = 512, .wait_ms = 10000, .init_ms = 20000};
+}
+
+static ql_status check_range(const char *what, int64_t v, int64_t min, int64_t max, ql_error *err) {
+    if (v < min || v > max) {
+        return ql_fail(err, QL_ERR_USAGE, "%s is %lld; accepted are %lld to %lld", what, (long long)v, (long long)min,
+                       (long long)max);
+    }
+    return QL_OK;
+}
+
+ql_status ql_options_check(const ql_options *o, const ql_config *config, bool has_mtp, ql_error *err) {
+    if (o->size != sizeof *o) {
+        return ql_fail(err, QL_ERR_USAGE, "options.size is %zu; call ql_options_default (%zu)", o->size, sizeof *o);
+    }
+    QL_TRY(check_range("lanes", o->lanes, 0, config->slices, err));
+    QL_TRY(check_range("ctx", o->ctx, 0, config->max_ctx, err));
+    QL_TRY(check_range("max_seqs", o->max_seqs, 1, QL_MAX_SEQS, err));
+    QL_TRY(check_range("chunk", o->chunk, QL_PAGE, 1 << 16, err));
+    if (o->chunk % QL_PAGE != 0) {
+        return ql_fail(err, QL_ERR_USAGE, "chunk is %d; accepted are multiples of %d", o->chunk, QL_PAGE);
+    }
+    QL_TRY(check_range("device", o->device, QL_DEVICE_AUTO, QL_DEVICE_CUDA, err));
+    QL_TRY(check_range("kv", o->kv, QL_KV_F16, QL_KV_FP8, err));
+    QL_TRY(check_range("prompt_precision", o->prompt_precision, QL_PREC_AUTO, QL_PREC_FP8, err));
+    QL_TRY(check_range("gen_precision", o->gen_precision, QL_PREC_AUTO, QL_PREC_FP8, err));
+    QL_TRY(check_range("wait_ms", o->wait_ms, 1, 86400000, err));
+    QL_TRY(check_range("init_ms", o->init_ms, 1, 86400000, err));
+    if (o->mtp && !has_mtp) {
+        return ql_fail(err, QL_ERR_USAGE, "this checkpoint has no multi-token-prediction layer (no mtp.* tensors)");
+    }
+    return QL_OK;
+}
+
+ql_model_limits ql_limits_of(const ql_options *o, int32_t ctx) {
+    return (ql_model_limits){
+        .max_row = o->chunk > o->max_seqs ? o->chunk : o->max_seqs,
+        .max_seq = o->max_seqs,
+        .max_ctx = ctx,
+        .n_page = o->max_seqs * ql_pages_of(ctx),
+        .kv = o->kv,
+        .mtp = o->mtp != 0,
+        .verify = o->verify != 0,
+        .prompt_precision = o->prompt_precision == QL_PREC_AUTO ? QL_PREC_EXACT : o->prompt_precision,
+        .gen_precision = o->gen_precision == QL_PREC_AUTO ? QL_PREC_EXACT : o->gen_precision,
+    };
+}
+
+static uint64_t total_of(const ql_model_bytes *b) { return b->weight + b->scale + b->kv + b->state + b->workspace; }
+
+uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *o, const ql_ops *ops, int32_t n_lane,
+                              int32_t ctx) {
+    ql_model_limits limits = ql_limits_of(o, ctx);
+    uint64_t largest = 0;
+    for (int32_t i = 0; i < n_lane; i++) {
+        ql_shard shard;
+        if (ql_shard_init(&shard, &ckpt->config, n_lane, i, NULL) != QL_OK) {
+            return UINT64_MAX;
+        }
+        ql_model_bytes b;
+        ql_model_size(ckpt, &shard, &limits, ops, &b);
+        largest = total_of(&b) > largest ? total_of(&b) : largest;
+    }
+    return largest;
+}
+
+int32_t ql_plan_max_ctx(const ql_checkpoint *ckpt, const ql_options *o, const ql_ops *ops, int32_t n_lane, uint64_t mem) {
+    int32_t max = ckpt->config.max_ctx;
+    if (ql_plan_largest_lane(ckpt, o, ops, n_lane, max) <= mem) {
+        return max;
+    }
+    int32_t lo = 0, hi = ql_pages_of(max); /* lo pages fit (0: nothing), hi do not */
+    while (hi - lo > 1) {
+        int32_t mid = lo + (hi - lo) / 2;
+        if (ql_plan_largest_lane(ckpt, o, ops, n_lane, mid * QL_PAGE) <= mem) {
+            lo = mid;
+        } else {
+            hi = mid;
+        }
+    }
+    return lo * QL_PAGE;
+}
+
+ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_plan *plan, ql_error *err) {
+    QL_TRY(ql_options_check(o, &ckpt->config, ckpt->has_mtp, err));
+    if (plan->size != sizeof *plan) {
+        return ql_fail(err, QL_ERR_USAGE, "plan.size is %zu; set it to sizeof(ql_plan), %zu", plan->size, sizeof *plan);
+    }
+    const ql_ops *ops = ql_host_ops();
+    int32_t n_lane = o->lanes ? o->lanes : 1;
+    ql_shard shard;
+    QL_TRY(ql_shard_init(&shard, &ckpt->config, n_lane, 0, err));
+
+    memset(plan, 0, sizeof *plan);
+    plan->size = sizeof *plan;
+    plan->n_lanes = n_lane;
+    plan->slices = ckpt->config.slices;
+    plan->max_seqs = o->max_seqs;
+    plan->chunk = o->chunk;
+    plan->kv = o->kv;
+    plan->mem_bytes = o->mem_bytes;
+    plan->max_ctx_that_fits =
+        o->mem_bytes ? ql_plan_max_ctx(ckpt, o, ops, n_lane, o->mem_bytes) : ckpt->config.max_ctx;
+    plan->ctx = o->ctx ? o->ctx : plan->max_ctx_that_fits ? plan->max_ctx_that_fits : QL_PAGE;
+    ql_model_limits limits = ql_limits_of(o, plan->ctx);
+    plan->state_bytes_per_seq = ql_model_slot_bytes(ckpt, &shard);
+    plan->kv_bytes_per_token = ql_model_page_bytes(ckpt, &shard, &limits) / QL_PAGE;
+    for (int32_t i = 0; i < n_lane; i++) {
+        QL_TRY(ql_shard_init(&shard, &ckpt->config, n_lane, i, err));
+        ql_model_bytes b;
+        ql_model_size(ckpt, &shard, &limits, ops, &b);
+        plan->lane[i] = (ql_lane_plan){
+            .weight_bytes = b.weight,
+            .scale_bytes = b.scale,
+            .stored_weight_bytes = b.stored_weight,
+            .stored_scale_bytes = b.stored_scale,
+            .state_bytes = b.state,
+            .kv_bytes = b.kv,
+            .workspace_bytes = b.workspace,
+            .total_bytes = total_of(&b),
+            .q_head0 = shard.q0,
+            .q_head1 = shard.q1,
+            .kv_head0 = shard.kv0,
+            .kv_head1 = shard.kv1,
+            .key_head0 = shard.k0,
+            .key_head1 = shard.k1,
+            .value_head0 = shard.v0,
+            .value_head1 = shard.v1,
+            .mlp0 = shard.m0,
+            .mlp1 = shard.m1,
+            .vocab0 = shard.vocab0,
+            .vocab1 = shard.vocab1,
+        };
+    }
+    return QL_OK;
+}

@@ -1,0 +1,282 @@
+/* The forward pass of one lane, in the order of docs/design.md: straight calls on the op table.
+ *
+ *   x = embedding of the ids
+ *   for each layer:  x += mixer(norm(x));  x += mlp(norm(x))        mixer: GatedDeltaNet or full attention
+ *   logits of the asked rows = head(norm(x));  ids = choice among all lanes' candidates
+ *
+ * The sum of a row-parallel product is left in `delta` and added to x by the norm that follows.
+ */
+#include "runtime/model/model_impl.h"
+
+#include <string.h>
+
+/* Calls an op of the table, with proof of life for peers that wait. */
+#define OP(m, op, ...)                                          \
+    do {                                                        \
+        ql_dev_count(&(m)->dev->progress, 1);                   \
+        QL_TRY((m)->dev->ops->op((m)->dev, &(__VA_ARGS__)));    \
+    } while (0)
+
+const char *ql_phase_kind_name(ql_phase_kind kind) {
+    static const char *const names[QL_TIME_COUNT] = {
+        [QL_TIME_EMBED] = "embed", [QL_TIME_GDN] = "gdn",       [QL_TIME_ATTENTION] = "attention", [QL_TIME_MLP] = "mlp",
+        [QL_TIME_REDUCE] = "reduce", [QL_TIME_HEAD] = "head",   [QL_TIME_SAMPLE] = "sample",       [QL_TIME_MTP] = "mtp",
+    };
+    return names[kind];
+}
+
+const uint64_t *ql_model_times(const ql_model *m) { return m->time_ns; }
+
+/* Adds the time since *mark to a phase and moves the mark. */
+static void lap(ql_model *m, ql_phase_kind kind, int64_t *mark) {
+    int64_t now = ql_now_ns();
+    ql_dev_count(&m->time_ns[kind], (uint64_t)(now - *mark));
+    *mark = now;
+}
+
+static ql_precision precision_of(const ql_model *m, ql_phase phase) {
+    return phase == QL_PHASE_PROMPT ? m->limits.prompt_precision : m->limits.gen_precision;
+}
+
+static int32_t local_slices(const ql_model *m) { return m->shard.slice1 - m->shard.slice0; }
+
+/* ---- pieces ------------------------------------------------------------------------------------------------- */
+
+static ql_status column_parallel(ql_model *m, const ql_batch *b, const ql_weight *w, const float *x, float *y) {
+    OP(m, linear, (ql_linear_args){.w = w, .x = x, .y = y, .ldx = w->k, .ldy = w->n, .n_row = b->n_row, .n_slice = 1,
+                                   .phase = b->phase, .precision = precision_of(m, b->phase)});
+    return QL_OK;
+}
+
+/* y = the sum over all lanes of the lane's columns: own slices as a subtree, then the lanes' part of the tree. */
+static ql_status row_parallel(ql_model *m, const ql_batch *b, const ql_weight *w, const float *x, float *y, int64_t *mark,
+                              ql_phase_kind kind) {
+    float *own = m->comm->n_lane == 1 ? y : m->ws.part;
+    OP(m, linear, (ql_linear_args){.w = w, .x = x, .y = own, .ldx = w->k, .ldy = w->n, .n_row = b->n_row,
+                                   .n_slice = local_slices(m), .phase = b->phase, .precision = precision_of(m, b->phase)});
+    lap(m, kind, mark);
+    if (own != y) {
+        ql_dev_count(&m->dev->progress, 1);
+        QL_TRY(m->comm->reduce(m->comm, own, y, (int64_t)b->n_row * w->n));
+        lap(m, QL_TIME_REDUCE, mark);
+    }
+    return QL_OK;
+}
+
+/* x += delta (where not NULL), y = norm(x). */
+static ql_status norm(ql_model *m, int32_t n_row, float *x, const float *delta, const float *w, float *y, int64_t ldy) {
+    OP(m, rmsnorm, (ql_rmsnorm_args){.x = x, .delta = delta, .w = w, .y = y, .ldy = ldy, .n_row = n_row,
+                                     .n = m->config->hidden, .eps = m->config->rms_eps});
+    return QL_OK;
+}
+
+/* y = embedding rows of the ids, complete on every lane. */
+static ql_status embed(ql_model *m, const int32_t *id, int32_t n_row, float *y) {
+    float *own = m->comm->n_lane == 1 ? y : m->ws.part;
+    OP(m, embed, (ql_embed_args){.id = id, .table = m->embed, .dtype = m->ckpt->embed->dtype, .row0 = m->shard.vocab0,
+                                 .row1 = m->shard.vocab1, .y = own, .n_row = n_row, .hidden = m->config->hidden});
+    if (own != y) {
+        QL_TRY(m->comm->reduce(m->comm, own, y, (int64_t)n_row * m->config->hidden));
+    }
+    return QL_OK;
+}
+
+/* ---- mixers and MLP: from the normed rows in ws.xn to the whole product in ws.delta ----------------------------- */
+
+static ql_status gdn_mixer(ql_model *m, const ql_batch *b, const ql_layer_weights *w, int64_t *mark) {
+    ql_workspace *ws = &m->ws;
+    const ql_shape *s = &m->shape;
+    QL_TRY(column_parallel(m, b, &w->in_qkv, ws->xn, ws->m));
+    QL_TRY(column_parallel(m, b, &w->in_z, ws->xn, ws->z));
+    QL_TRY(column_parallel(m, b, &w->in_b, ws->xn, ws->b));
+    QL_TRY(column_parallel(m, b, &w->in_a, ws->xn, ws->a));
+    OP(m, conv, (ql_conv_args){.batch = b, .m = ws->m, .w = w->conv, .tail = w->tail, .y = ws->u,
+                               .channels = ql_model_channels(&m->shard)});
+    OP(m, gdn, (ql_gdn_args){.batch = b, .u = ws->u, .a = ws->a, .b = ws->b, .a_log = w->a_log, .dt_bias = w->dt_bias,
+                             .state = w->state, .o = ws->o, .n_key_head = s->n_key_head, .n_value_head = s->n_value_head,
+                             .key_head0 = m->shard.k0, .value_head0 = m->shard.v0,
+                             .group = m->config->n_value_head / m->config->n_key_head});
+    OP(m, gated_norm, (ql_gated_norm_args){.o = ws->o, .z = ws->z, .w = w->gdn_norm, .y = ws->o, .n_row = b->n_row,
+                                           .n_head = s->n_value_head, .eps = m->config->rms_eps});
+    return row_parallel(m, b, &w->out, ws->o, ws->delta, mark, QL_TIME_GDN);
+}
+
+static ql_status attention_mixer(ql_model *m, const ql_batch *b, const ql_layer_weights *w, int64_t *mark) {
+    ql_workspace *ws = &m->ws;
+    QL_TRY(column_parallel(m, b, &w->q, ws->xn, ws->qg));
+    QL_TRY(column_parallel(m, b, &w->k, ws->xn, ws->k));
+    QL_TRY(column_parallel(m, b, &w->v, ws->xn, ws->v));
+    OP(m, attn_prep, (ql_attn_prep_args){.batch = b, .qg = ws->qg, .k = ws->k, .v = ws->v, .q_norm = w->q_norm,
+                                         .k_norm = w->k_norm, .rope = m->rope, .q = ws->q, .cache = &w->cache,
+                                         .n_head = m->shape.n_head, .rotary = m->config->rotary_dim,
+                                         .eps = m->config->rms_eps});
+    OP(m, attention, (ql_attention_args){.batch = b, .q = ws->q, .qg = ws->qg, .cache = &w->cache, .o = ws->q,
+                                         .n_head = m->shape.n_head, .head0 = m->shard.q0, .kv_head0 = m->shard.kv0,
+                                         .group = m->config->n_head / m->config->n_kv_head});
+    return row_parallel(m, b, &w->o, ws->q, ws->delta, mark, QL_TIME_ATTENTION);
+}
+
+static ql_status mlp(ql_model *m, const ql_batch *b, const ql_layer_weights *w, int64_t *mark) {
+    ql_workspace *ws = &m->ws;
+    QL_TRY(column_parallel(m, b, &w->gate, ws->xn, ws->gate));
+    QL_TRY(column_parallel(m, b, &w->up, ws->xn, ws->up));
+    OP(m, swiglu, (ql_swiglu_args){.g = ws->gate, .u = ws->up, .y = ws->gate, .n_row = b->n_row, .n = m->shape.mlp});
+    return row_parallel(m, b, &w->down, ws->gate, ws->delta, mark, QL_TIME_MLP);
+}
+
+/* One layer on x. On return the MLP's product waits in ws.delta. `pending`: the last layer's product waits there now. */
+static ql_status layer(ql_model *m, const ql_batch *b, const ql_layer_weights *w, float *x, bool pending, int64_t *mark) {
+    ql_workspace *ws = &m->ws;
+    QL_TRY(norm(m, b->n_row, x, pending ? ws->delta : NULL, w->input_norm, ws->xn, m->config->hidden));
+    QL_TRY(w->full_attention ? attention_mixer(m, b, w, mark) : gdn_mixer(m, b, w, mark));
+    QL_TRY(norm(m, b->n_row, x, ws->delta, w->post_norm, ws->xn, m->config->hidden));
+    return mlp(m, b, w, mark);
+}
+
+/* ---- head --------------------------------------------------------------------------------------------------- */
+
+/* Copies the lane's columns of logits rows to their places in a [n][vocab] host array. */
+static ql_status copy_columns(ql_model *m, const float *logits, int32_t n, float *host) {
+    int32_t local = m->shape.vocab_local;
+    for (int32_t i = 0; i < n; i++) {
+        QL_TRY(m->dev->ops->d2h(m->dev, host + (int64_t)i * m->config->vocab + m->shard.vocab0, logits + (int64_t)i * local,
+                                (size_t)local * sizeof(float)));
+    }
+    return QL_OK;
+}
+
+static ql_status head(ql_model *m, const ql_batch *b, const float *x, int32_t n) {
+    OP(m, linear, (ql_linear_args){.w = &m->lm_head, .x = x, .y = m->ws.logits, .ldx = m->config->hidden,
+                                   .ldy = m->shape.vocab_local, .n_row = n, .n_slice = 1, .phase = b->phase,
+                                   .precision = precision_of(m, b->phase)});
+    return QL_OK;
+}
+
+/* Logits of all rows of x to the host, a few at a time. */
+static ql_status probe_head(ql_model *m, const ql_batch *b, const float *x, int32_t n_row, float *host) {
+    for (int32_t r = 0; r < n_row; r += m->shape.max_out) {
+        int32_t n = n_row - r < m->shape.max_out ? n_row - r : m->shape.max_out;
+        QL_TRY(head(m, b, x + (int64_t)r * m->config->hidden, n));
+        QL_TRY(copy_columns(m, m->ws.logits, n, host + (int64_t)r * m->config->vocab));
+        QL_TRY(m->dev->ops->sync(m->dev));
+    }
+    return QL_OK;
+}
+
+/* Candidates of the own vocabulary rows, all lanes' candidates, the choice: the same on every lane. */
+static ql_status choose(ql_model *m, const ql_step *step, const ql_sample_row *row, const ql_penalty *penalty) {
+    ql_workspace *ws = &m->ws;
+    int32_t n = step->n_out, ranges = QL_STAT_RANGES / m->comm->n_lane;
+    bool alone = m->comm->n_lane == 1;
+    OP(m, topk, (ql_topk_args){.logits = ws->logits, .ld = m->shape.vocab_local, .n_row = n, .n = m->shape.vocab_local,
+                               .vocab0 = m->shard.vocab0, .vocab = m->config->vocab, .n_valid = m->config->vocab,
+                               .allowed = m->allowed, .row = row, .penalty = penalty, .cand = ws->cand, .stat = ws->stat,
+                               .k_cap = step->k_cap});
+    if (!alone) {
+        QL_TRY(m->comm->gather(m->comm, ws->cand, ws->cand_all, (size_t)n * (size_t)step->k_cap * sizeof *ws->cand));
+        QL_TRY(m->comm->gather(m->comm, ws->stat, ws->stat_all, (size_t)n * (size_t)ranges * sizeof *ws->stat));
+    }
+    OP(m, sample, (ql_sample_args){.cand = alone ? ws->cand : ws->cand_all, .stat = alone ? ws->stat : ws->stat_all,
+                                   .row = row, .n_lane = m->comm->n_lane, .n_row = n, .k_cap = step->k_cap, .id = ws->id,
+                                   .logprob = ws->logprob});
+    return QL_OK;
+}
+
+/* ---- multi-token prediction ---------------------------------------------------------------------------------- */
+
+/* For the first n_mtp_row rows: logits of the token after next from the final hidden rows in ws.xn and the next ids. */
+static ql_status mtp(ql_model *m, const ql_step *step, const ql_batch *b, const int32_t *next_id, const int32_t *seg_row) {
+    ql_workspace *ws = &m->ws;
+    int32_t hidden = m->config->hidden, n = step->n_mtp_row;
+    int64_t mark = ql_now_ns(), unused = mark;
+    ql_batch mb = *b;
+    mb.n_row = n;
+    mb.seg_row = seg_row;
+    QL_TRY(embed(m, next_id, n, ws->mtp_x));
+    QL_TRY(norm(m, n, ws->mtp_x, NULL, m->mtp.norm_embedding, ws->mtp_cat, 2 * (int64_t)hidden));
+    QL_TRY(norm(m, n, ws->xn, NULL, m->mtp.norm_hidden, ws->mtp_cat + hidden, 2 * (int64_t)hidden));
+    QL_TRY(column_parallel(m, &mb, &m->mtp.fc, ws->mtp_cat, ws->mtp_x));
+    QL_TRY(layer(m, &mb, &m->mtp.layer, ws->mtp_x, false, &unused));
+    QL_TRY(norm(m, n, ws->mtp_x, ws->delta, m->mtp.norm, ws->xn, hidden));
+    QL_TRY(probe_head(m, &mb, ws->xn, n, step->probe_mtp));
+    lap(m, QL_TIME_MTP, &mark);
+    return QL_OK;
+}
+
+/* ---- a step ------------------------------------------------------------------------------------------------- */
+
+static ql_status upload(ql_model *m, const ql_step *step) {
+    size_t bytes = m->layout.penalty + (size_t)step->n_penalty * sizeof(ql_penalty);
+    return m->dev->ops->h2d(m->dev, m->ws.block, step->block, bytes);
+}
+
+/* The residual stream after a layer, where a probe wants it. */
+static ql_status probe_hidden(ql_model *m, const ql_step *step, int32_t layer_index) {
+    if (!step->probe_hidden || m->comm->lane != 0) {
+        return QL_OK;
+    }
+    int64_t n = (int64_t)step->n_row * m->config->hidden;
+    return m->dev->ops->d2h(m->dev, step->probe_hidden + layer_index * n, m->ws.x, (size_t)n * sizeof(float));
+}
+
+ql_status ql_model_step(ql_model *m, const ql_step *step) {
+    ql_workspace *ws = &m->ws;
+    const ql_step_layout *at = &m->layout;
+    const uint8_t *in = ws->block;
+    ql_batch b = {
+        .phase = step->phase,
+        .n_row = step->n_row,
+        .n_seg = step->n_seg,
+        .max_page = ql_model_max_page(&m->limits),
+        .row_seg = (const int32_t *)(in + at->row_seg),
+        .row_pos = (const int32_t *)(in + at->row_pos),
+        .seg_row = (const int32_t *)(in + at->seg_row),
+        .seg_pos = (const int32_t *)(in + at->seg_pos),
+        .seg_slot = (const int32_t *)(in + at->seg_slot),
+        .page = (const int32_t *)(in + at->page),
+    };
+    const ql_sample_row *sample = (const ql_sample_row *)(in + at->sample);
+    const ql_penalty *penalty = (const ql_penalty *)(in + at->penalty);
+
+    int64_t mark = ql_now_ns();
+    QL_TRY(upload(m, step));
+    QL_TRY(embed(m, (const int32_t *)(in + at->id), b.n_row, ws->x));
+    lap(m, QL_TIME_EMBED, &mark);
+    QL_TRY(probe_hidden(m, step, 0));
+    for (int32_t i = 0; i < m->config->n_layer; i++) {
+        QL_TRY(layer(m, &b, &m->layer[i], ws->x, i > 0, &mark));
+        if (step->probe_hidden) {
+            /* The next norm adds the product to x; a probe wants the sum now. Adding it twice is avoided by zeroing. */
+            OP(m, add, (ql_add_args){.x = ws->x, .y = ws->delta, .n = (int64_t)b.n_row * m->config->hidden});
+            QL_TRY(m->dev->ops->zero(m->dev, ws->delta, (size_t)b.n_row * (size_t)m->config->hidden * sizeof(float)));
+            QL_TRY(probe_hidden(m, step, i + 1));
+        }
+    }
+    QL_TRY(norm(m, b.n_row, ws->x, ws->delta, m->norm, ws->xn, m->config->hidden));
+    if (step->probe_final && m->comm->lane == 0) {
+        QL_TRY(m->dev->ops->d2h(m->dev, step->probe_final, ws->xn, (size_t)b.n_row * (size_t)m->config->hidden * sizeof(float)));
+    }
+    if (step->probe_logits) {
+        QL_TRY(probe_head(m, &b, ws->xn, b.n_row, step->probe_logits));
+    }
+    if (step->n_out > 0) {
+        OP(m, gather_rows, (ql_gather_rows_args){.x = ws->xn, .row = (const int32_t *)(in + at->out_row), .y = ws->out_x,
+                                                 .n = step->n_out, .width = m->config->hidden});
+        QL_TRY(head(m, &b, ws->out_x, step->n_out));
+        if (step->logits) {
+            QL_TRY(copy_columns(m, ws->logits, step->n_out, step->logits));
+        }
+        lap(m, QL_TIME_HEAD, &mark);
+        QL_TRY(choose(m, step, sample, penalty));
+        if (m->comm->lane == 0) {
+            QL_TRY(m->dev->ops->d2h(m->dev, step->id, ws->id, (size_t)step->n_out * sizeof *step->id));
+            QL_TRY(m->dev->ops->d2h(m->dev, step->logprob, ws->logprob, (size_t)step->n_out * sizeof *step->logprob));
+        }
+    }
+    if (step->n_mtp_row > 0) {
+        QL_TRY(mtp(m, step, &b, (const int32_t *)(in + at->next_id), (const int32_t *)(in + at->mtp_seg_row)));
+    }
+    QL_TRY(m->dev->ops->sync(m->dev));
+    lap(m, QL_TIME_SAMPLE, &mark);
+    return QL_OK;
+}

@@ -1,0 +1,90 @@
+/* Inside of a lane's model, shared by its three files: sizes and memory (memory.c), weights (weights.c), the forward
+ * pass (forward.c). */
+#ifndef QL_RUNTIME_MODEL_MODEL_IMPL_H
+#define QL_RUNTIME_MODEL_MODEL_IMPL_H
+
+#include "runtime/base/mem.h"
+#include "runtime/model/model.h"
+
+typedef struct ql_layer_weights {
+    bool full_attention;
+    float *input_norm, *post_norm;
+    ql_weight gate, up, down;
+    ql_weight q, k, v, o;
+    float *q_norm, *k_norm;
+    ql_kv_cache cache;
+    ql_weight in_qkv, in_z, in_b, in_a, out;
+    float *conv, *a_log, *dt_bias, *gdn_norm;
+    float *state; /* [slot][n_value_head][128][128] */
+    float *tail;  /* [slot][3][channels] */
+} ql_layer_weights;
+
+/* Activations of one step. Buffers of the mixer and the MLP share memory: one of them runs at a time. */
+typedef struct ql_workspace {
+    uint8_t *block;               /* the step's inputs */
+    float *x;                     /* [T][H] residual stream */
+    float *xn;                    /* [T][H] normed */
+    float *part, *delta;          /* [T][H] own part and whole of a row-parallel product */
+    float *m, *u, *z, *a, *b, *o; /* GatedDeltaNet */
+    float *qg, *k, *v, *q;        /* attention */
+    float *gate, *up;             /* MLP */
+    float *out_x;                 /* [n_out][H] rows that get logits */
+    float *logits;                /* [n_out][vocab_local] */
+    ql_candidate *cand, *cand_all;
+    ql_vocab_stat *stat, *stat_all;
+    int32_t *id;
+    float *logprob;
+    float *mtp_cat, *mtp_x;       /* [T][2H], [T][H] */
+    size_t bytes;
+} ql_workspace;
+
+struct ql_model {
+    const ql_checkpoint *ckpt;
+    const ql_config *config;
+    ql_shard shard;
+    ql_model_limits limits;
+    ql_shape shape;
+    ql_dev *dev;
+    ql_comm *comm;
+    ql_log *log;
+    ql_resident_fn resident;
+    void *resident_user;
+
+    ql_layer_weights *layer; /* config->n_layer */
+    void *embed;
+    float *norm;
+    ql_weight lm_head;
+    bool has_mtp;
+    struct {
+        ql_weight fc;
+        float *norm_embedding, *norm_hidden, *norm;
+        ql_layer_weights layer;
+    } mtp;
+
+    float *rope;             /* [max_ctx][rotary/2][2] */
+    uint32_t *allowed;
+    ql_workspace ws;
+    void *ws_memory;
+    ql_step_layout layout;
+    ql_model_bytes held;
+    uint64_t time_ns[QL_TIME_COUNT];
+};
+
+/* Candidates a lane can be asked for: its vocabulary rows, the same number for every lane. */
+int32_t ql_model_k_full(const ql_config *config, int32_t n_lane);
+
+ql_shape ql_model_shape(const ql_config *config, const ql_shard *shard, const ql_model_limits *limits);
+
+/* GatedDeltaNet channels of the lane: q, k and v. */
+static inline int32_t ql_model_channels(const ql_shard *s) {
+    return (2 * (s->k1 - s->k0) + (s->v1 - s->v0)) * QL_GDN_DIM;
+}
+
+/* Places the workspace at `base`, or only sizes it where base is NULL. */
+void ql_workspace_place(ql_workspace *ws, const ql_config *config, const ql_shard *shard, const ql_model_limits *limits,
+                        uint8_t *base);
+
+ql_status ql_model_load_weights(ql_model *model);
+void ql_model_free_weights(ql_model *model);
+
+#endif
