@@ -7,7 +7,7 @@
  * its block's sum. base/qformat.h has the formats.
  *
  * Slices. With n_slice > 1 the k columns are n_slice equal canonical slices: each slice's sum is finished on its own,
- * scaled, and the n_slice results are added as the balanced binary tree. n_slice is a power of two that divides k.
+ * scaled, and the n_slice results are added as the balanced binary tree. n_slice is 1, 2, 4 or 8 and divides k.
  *
  * Order inside a slice, the same for every host variant, row count and lane count: element c of the slice goes to
  * accumulator c % 16 by a separate multiply and add in rising c; the 16 accumulators are added as
@@ -16,8 +16,8 @@
  * may begin inside one. CUDA families have an order of their own, fixed by the shape.
  *
  * Precision of x: EXACT as it is; BF16 each element rounded once (nearest even); FP8, for the FP8 formats, each row and
- * slice scaled by s = max(amax, 2^-126) / 448, rounded to E4M3, the slice's sum multiplied by s; for other formats as
- * BF16.
+ * slice scaled by s = max(amax, 2^-126) / 448, x / s rounded to E4M3, the slice's sum multiplied by s before its other
+ * scale; for other formats as BF16.
  *
  * Shapes: x f32 [T][ldx], y f32 [T][ldy], strides in elements. x and y do not overlap. NaN in x stays in its own row.
  * Each row of y depends on its row of x alone.
@@ -41,7 +41,10 @@ typedef struct ql_weight_src {
     float factor;              /* FP8_TENSOR, NVFP4: finite and > 0; else 1 */
 } ql_weight_src;
 
-/* A resident slice. FP8_BLOCK with several ranges needs every range to begin and end on a block. */
+/* A resident slice. FP8_BLOCK with several ranges needs every range to begin and end on a block (or at the matrix's last
+ * row). weight_load refuses, as QL_ERR_MODEL with module and place, what no sound file holds: NaN or infinity among the
+ * codes, a row, block or tensor scale that is not finite and above 0, a group scale with a sign bit or NaN. A group scale
+ * of 0 is legal. Kernels rely on it. */
 typedef struct ql_weight {
     ql_qformat format;
     int32_t n, k;

@@ -1,0 +1,190 @@
+/* Twin of linear (linear.h): plain loops, one weight row decoded at a time. */
+#include "kernels/host/linear_common.h"
+
+#include "runtime/base/mem.h"
+#include "runtime/base/num.h"
+
+#include <string.h>
+
+/* ---- shared with the variants ------------------------------------------------------------------------------------ */
+
+/* Longest row of x that a shape leads to: mtp.fc takes two hidden states. */
+static int64_t longest_k(const ql_shape *s) {
+    int64_t k = 2 * (int64_t)s->hidden;
+    int64_t more[] = {256 * (int64_t)s->n_head, 128 * (int64_t)s->n_value_head, s->mlp};
+    for (size_t i = 0; i < sizeof more / sizeof *more; i++) {
+        k = more[i] > k ? more[i] : k;
+    }
+    return k;
+}
+
+static size_t scratch_for(int64_t k) {
+    return ql_arena_round((size_t)(QL_LINEAR_W_ROWS * k) * sizeof(float)) +
+           ql_arena_round((size_t)(QL_LINEAR_X_ROWS * k) * sizeof(float)) +
+           (size_t)QL_LINEAR_X_ROWS * QL_LINEAR_SLICES * sizeof(float);
+}
+
+size_t ql_linear_host_scratch(const ql_shape *shape) { return scratch_for(longest_k(shape)); }
+
+ql_status ql_linear_host_begin(ql_dev *dev, const ql_linear_args *a, ql_linear_host_plan *plan) {
+    const ql_weight *w = a->w;
+    int32_t n_slice = a->n_slice;
+    if ((n_slice != 1 && n_slice != 2 && n_slice != 4 && n_slice != 8) || w->k % n_slice || a->ldx < w->k ||
+        a->ldy < w->n || a->n_row < 0 || a->precision < QL_PREC_EXACT || a->precision > QL_PREC_FP8) {
+        return ql_fail(dev->err, QL_ERR_INTERNAL,
+                       "linear: %d rows, weight %d x %d, %d slices, ldx %lld, ldy %lld, precision %d", a->n_row, w->n,
+                       w->k, n_slice, (long long)a->ldx, (long long)a->ldy, (int)a->precision);
+    }
+    size_t need = scratch_for(w->k);
+    if (need > dev->scratch_bytes) {
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "linear: scratch is %zu bytes, %d columns need %zu",
+                       dev->scratch_bytes, w->k, need);
+    }
+    unsigned char *p = dev->scratch;
+    *plan = (ql_linear_host_plan){
+        .a = a,
+        .ks = w->k / n_slice,
+        .is_fp8 = w->format == QL_FORMAT_FP8_CHANNEL || w->format == QL_FORMAT_FP8_TENSOR || w->format == QL_FORMAT_FP8_BLOCK,
+        .tile = (float *)p,
+    };
+    p += ql_arena_round((size_t)QL_LINEAR_W_ROWS * (size_t)w->k * sizeof(float));
+    plan->x = (float *)p;
+    p += ql_arena_round((size_t)QL_LINEAR_X_ROWS * (size_t)w->k * sizeof(float));
+    plan->x_scale = (float *)p;
+    return QL_OK;
+}
+
+static void round_bf16(const float *x, float *out, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        out[i] = ql_f32_of_bf16(ql_bf16_of_f32(x[i]));
+    }
+}
+
+/* One slice as E4M3 values; returns its scale. */
+static float round_fp8(const float *x, float *out, int32_t n) {
+    float amax = 0x1p-126f;
+    for (int32_t i = 0; i < n; i++) {
+        amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+    }
+    float scale = amax / 448.0f;
+    for (int32_t i = 0; i < n; i++) {
+        out[i] = ql_f32_of_e4m3(ql_e4m3_of_f32(x[i] / scale));
+    }
+    return scale;
+}
+
+const float *ql_linear_host_x(const ql_linear_host_plan *plan, int32_t t0, int32_t n_row, int64_t *ld) {
+    const ql_linear_args *a = plan->a;
+    const float *x = a->x + (int64_t)t0 * a->ldx;
+    if (a->precision == QL_PREC_EXACT) {
+        *ld = a->ldx;
+        return x;
+    }
+    int32_t k = a->w->k;
+    for (int32_t t = 0; t < n_row; t++) {
+        const float *from = x + t * a->ldx;
+        float *to = plan->x + (int64_t)t * k;
+        if (a->precision == QL_PREC_FP8 && plan->is_fp8) {
+            for (int32_t s = 0; s < a->n_slice; s++) {
+                plan->x_scale[t * QL_LINEAR_SLICES + s] = round_fp8(from + s * plan->ks, to + s * plan->ks, plan->ks);
+            }
+        } else {
+            round_bf16(from, to, k);
+        }
+    }
+    *ld = k;
+    return plan->x;
+}
+
+/* ---- the twin ---------------------------------------------------------------------------------------------------- */
+
+/* Row r of W without the scales that the sum takes. */
+static void decode_row(const ql_weight *w, int32_t r, float *out) {
+    const uint8_t *p = (const uint8_t *)w->data + r * ql_qformat_row_bytes(w->format, w->k);
+    switch (w->format) {
+    case QL_FORMAT_F32: ql_dtype_to_f32(QL_DTYPE_F32, p, w->k, out); break;
+    case QL_FORMAT_F16: ql_dtype_to_f32(QL_DTYPE_F16, p, w->k, out); break;
+    case QL_FORMAT_BF16: ql_dtype_to_f32(QL_DTYPE_BF16, p, w->k, out); break;
+    case QL_FORMAT_NVFP4: {
+        const uint8_t *scale = (const uint8_t *)w->scale + (int64_t)r * (w->k / QL_NVFP4_GROUP);
+        for (int32_t c = 0; c < w->k; c++) {
+            uint8_t code = c % 2 ? p[c / 2] >> 4 : p[c / 2] & 15;
+            out[c] = ql_f32_of_e2m1(code) * ql_f32_of_e4m3(scale[c / QL_NVFP4_GROUP]);
+        }
+        break;
+    }
+    default:
+        for (int32_t c = 0; c < w->k; c++) {
+            out[c] = ql_f32_of_e4m3(p[c]);
+        }
+        break;
+    }
+}
+
+static void multiply_add(float acc[16], const float *x, const float *w, int32_t n) {
+    int32_t c = 0;
+    for (; c + 16 <= n; c += 16) {
+        for (int32_t i = 0; i < 16; i++) {
+            acc[i] += x[c + i] * w[c + i];
+        }
+    }
+    for (; c < n; c++) {
+        acc[c % 16] += x[c] * w[c];
+    }
+}
+
+static float add_halves(float acc[16]) {
+    for (int32_t half = 8; half >= 1; half /= 2) {
+        for (int32_t i = 0; i < half; i++) {
+            acc[i] += acc[i + half];
+        }
+    }
+    return acc[0];
+}
+
+static float slice_sum(const float *x, const float *w, int32_t n) {
+    float acc[16] = {0};
+    multiply_add(acc, x, w, n);
+    return add_halves(acc);
+}
+
+/* Slice of n columns from col0 in row r of an FP8_BLOCK weight. */
+static float block_slice_sum(const ql_weight *weight, int32_t r, int32_t col0, const float *x, const float *w, int32_t n) {
+    float total[16] = {0};
+    for (int32_t c = 0; c < n;) {
+        int32_t left = QL_FP8_BLOCK - (weight->col_off + col0 + c) % QL_FP8_BLOCK, end = c + left < n ? c + left : n;
+        float acc[16] = {0}, scale = ql_linear_block_scale(weight, r, col0 + c);
+        for (; c < end; c++) {
+            acc[c % 16] += x[c] * w[c];
+        }
+        for (int32_t i = 0; i < 16; i++) {
+            total[i] += acc[i] * scale;
+        }
+    }
+    return add_halves(total);
+}
+
+ql_status ql_linear_host(ql_dev *dev, const ql_linear_args *a) {
+    ql_linear_host_plan plan;
+    QL_TRY(ql_linear_host_begin(dev, a, &plan));
+    const ql_weight *w = a->w;
+    for (int32_t t0 = 0; t0 < a->n_row; t0 += QL_LINEAR_X_ROWS) {
+        int32_t n_row = a->n_row - t0 < QL_LINEAR_X_ROWS ? a->n_row - t0 : QL_LINEAR_X_ROWS;
+        int64_t ld;
+        const float *x = ql_linear_host_x(&plan, t0, n_row, &ld);
+        for (int32_t r = 0; r < w->n; r++) {
+            decode_row(w, r, plan.tile);
+            for (int32_t t = 0; t < n_row; t++) {
+                float part[QL_LINEAR_SLICES];
+                for (int32_t s = 0; s < a->n_slice; s++) {
+                    const float *xs = x + t * ld + s * plan.ks, *ws = plan.tile + s * plan.ks;
+                    float sum = w->format == QL_FORMAT_FP8_BLOCK ? block_slice_sum(w, r, s * plan.ks, xs, ws, plan.ks)
+                                                                 : slice_sum(xs, ws, plan.ks);
+                    part[s] = ql_linear_scaled(&plan, sum, t, r, s);
+                }
+                a->y[(t0 + t) * a->ldy + r] = ql_linear_tree(part, a->n_slice);
+            }
+        }
+    }
+    return QL_OK;
+}
