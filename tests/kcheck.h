@@ -44,14 +44,18 @@ typedef struct kc_buf {
 typedef struct kc_case {
     char name[112];           /* "linear.nvfp4.exact.gen.t3.n64.k256.s2" */
     bool is_long;             /* only with --long */
+    bool must_fail;           /* `make` breaks the input on purpose: the comparison with the oracle has to notice */
     double bytes, flops;      /* moved and computed by one call, from the contract; 0: not benched */
     int32_t rows;             /* rows that must be independent: call(row, 1) gives that row's bits; 0: no such check */
     ql_shape shape;           /* for scratch_bytes */
     int32_t p[24];            /* the family's parameters */
 } kc_case;
 
+typedef struct kc_family kc_family;
+
 typedef struct kc_run {
     ql_dev *dev;
+    const kc_family *family;
     const kc_case *c;
     uint64_t rng;
     kc_buf buf[KC_MAX_BUF];
@@ -59,6 +63,8 @@ typedef struct kc_run {
     ql_weight weight[2];      /* made by `make` through kc_weight; freed by the runner */
     int32_t n_weight;
     void *user;               /* the family's own host data (malloc), freed by the runner */
+    void *scratch;            /* with guard bands */
+    int32_t n_call;
     bool failed;
     char why[512];
 } kc_run;
@@ -68,7 +74,7 @@ typedef struct kc_list {
     int32_t n, cap;
 } kc_list;
 
-typedef struct kc_family {
+struct kc_family {
     const char *name;
     void (*list)(kc_list *list);
     void (*make)(kc_run *run);
@@ -76,7 +82,7 @@ typedef struct kc_family {
     ql_status (*call)(kc_run *run, int32_t row0, int32_t n_row);
     void (*oracle)(kc_run *run);   /* fills want and tol; compares KC_I32 and KC_U8 itself and calls kc_fail */
     void (*check)(kc_run *run);    /* more equivalences on run->dev; may be NULL. Runs last, on twin and variants */
-} kc_family;
+};
 
 /* tests/cases/<family>.c */
 extern const kc_family kc_linear, kc_sample, kc_embed, kc_norm, kc_mlp, kc_gdn, kc_attention;
@@ -110,5 +116,23 @@ float kc_uniform(kc_run *run, float lo, float hi);
 float kc_normal(kc_run *run);                       /* mean 0, deviation 1 */
 int32_t kc_below(kc_run *run, int32_t n);           /* 0 .. n-1 */
 void kc_fill_normal(kc_run *run, float *x, int64_t n, float scale);
+
+/* ---- for the programs: kcheck and kbench -------------------------------------------------------------------------- */
+
+extern const kc_family *const kc_families[];
+extern const int32_t kc_n_family;
+
+/* Declares, fills and places everything of a case on the device, which must be open. Returns false when it failed; end
+ * it all the same. */
+bool kc_begin(kc_run *run, ql_dev *dev, const kc_family *family, const kc_case *c, uint64_t seed);
+void kc_end(kc_run *run);
+
+/* kc_reset, `call` for the rows, kc_fetch. */
+bool kc_once(kc_run *run, int32_t row0, int32_t n_row);
+
+/* What a buffer holds on the device before a call. */
+void kc_initial(const kc_buf *buf, void *out);
+
+size_t kc_bytes(const kc_buf *buf);
 
 #endif
