@@ -8,13 +8,22 @@
  */
 #include "runtime/model/model_impl.h"
 
-#include <string.h>
+#include <stdio.h>
+
+/* The error of an op gets the lane and the op in front. */
+static ql_status failed(const ql_model *m, const char *op) {
+    char where[64];
+    snprintf(where, sizeof where, "lane %d: %s", m->comm->lane, op);
+    return ql_fail_in(m->dev->err, where);
+}
 
 /* Calls an op of the table, with proof of life for peers that wait. */
-#define OP(m, op, ...)                                          \
-    do {                                                        \
-        ql_dev_count(&(m)->dev->progress, 1);                   \
-        QL_TRY((m)->dev->ops->op((m)->dev, &(__VA_ARGS__)));    \
+#define OP(m, op, ...)                                              \
+    do {                                                            \
+        ql_dev_count(&(m)->dev->progress, 1);                       \
+        if ((m)->dev->ops->op((m)->dev, &(__VA_ARGS__)) != QL_OK) { \
+            return failed((m), #op);                                \
+        }                                                           \
     } while (0)
 
 const char *ql_phase_kind_name(ql_phase_kind kind) {

@@ -30,6 +30,9 @@ typedef struct ql_model_bytes {
     uint64_t kv, state, workspace;
 } ql_model_bytes;
 
+/* Candidates a lane can be asked for at most: the same number for every lane. */
+int32_t ql_model_k_full(const ql_config *config, int32_t n_lane);
+
 static inline int32_t ql_pages_of(int32_t n_pos) { return (n_pos + QL_PAGE - 1) / QL_PAGE; }
 static inline int32_t ql_model_max_page(const ql_model_limits *limits) { return ql_pages_of(limits->max_ctx); }
 

@@ -70,9 +70,6 @@ struct ql_model {
     uint64_t time_ns[QL_TIME_COUNT];
 };
 
-/* Candidates a lane can be asked for: its vocabulary rows, the same number for every lane. */
-int32_t ql_model_k_full(const ql_config *config, int32_t n_lane);
-
 ql_shape ql_model_shape(const ql_config *config, const ql_shard *shard, const ql_model_limits *limits);
 
 /* GatedDeltaNet channels of the lane: q, k and v. */
