@@ -60,7 +60,8 @@ ql_engine *ql_test_open(const ql_options *options) {
     ql_engine *engine = NULL;
     ql_error err = {0};
     if (ql_engine_open(&engine, options, &err) != QL_OK) {
-        fail_msg("%s on %d lanes does not open: %s: %s", options->model, options->lanes, ql_status_text(err.status), err.text);
+        fail_msg("%s on %d lanes does not open: %s: %s", options->model, options->lanes, ql_status_text(err.status),
+                 err.text);
     }
     assert_non_null(engine);
     return engine;
@@ -146,7 +147,8 @@ ql_stats ql_test_stats(ql_engine *engine) {
 void ql_test_assert_idle(ql_engine *engine) {
     ql_stats s = ql_test_stats(engine);
     int64_t t0 = ql_now_ns();
-    while ((s.live_seqs != 0 || s.free_slots != s.max_seqs || s.free_pages != s.kv_pages) && ql_seconds_since(t0) < SLOWER) {
+    while ((s.live_seqs != 0 || s.free_slots != s.max_seqs || s.free_pages != s.kv_pages) &&
+           ql_seconds_since(t0) < SLOWER) {
         ql_sleep_ms(1);
         s = ql_test_stats(engine);
     }
@@ -229,11 +231,11 @@ void ql_test_golden_free(ql_test_golden *golden) {
 void ql_test_probe_fn(void *user, ql_probe_kind kind, int32_t layer, int32_t row0, int32_t n_row, int32_t width,
                       const float *values) {
     ql_test_probe *p = user;
-    ql_test_rows *rows = kind == QL_PROBE_FINAL_HIDDEN                                        ? &p->final_hidden
-                         : kind == QL_PROBE_LOGITS                                            ? &p->logits
-                         : kind == QL_PROBE_MTP_LOGITS                                        ? &p->mtp_logits
+    ql_test_rows *rows = kind == QL_PROBE_FINAL_HIDDEN                                     ? &p->final_hidden
+                         : kind == QL_PROBE_LOGITS                                         ? &p->logits
+                         : kind == QL_PROBE_MTP_LOGITS                                     ? &p->mtp_logits
                          : kind == QL_PROBE_HIDDEN && layer >= 0 && layer < QL_TEST_LAYERS ? &p->hidden[layer]
-                                                                                              : NULL;
+                                                                                           : NULL;
     if (!rows || row0 != rows->n || n_row < 0 || width <= 0 || (rows->n > 0 && width != rows->width)) {
         p->bad = true;
         return;
@@ -279,8 +281,12 @@ double ql_test_worst_rel(const float *got, const float *want, int64_t n_row, int
     return worst;
 }
 
-/* Each block is preceded by its size, so that what is live can be counted. */
-enum { HEAD = 64 };
+/* Each block is preceded by its size and its place in the list of live blocks. */
+typedef struct ql_test_block {
+    ql_test_block *prev, *next;
+    size_t bytes;
+    char pad[40]; /* to 64 bytes, so that the block keeps malloc's alignment */
+} block;
 
 static bool refused(ql_test_heap *h) {
     int64_t call = __atomic_fetch_add(&h->calls, 1, __ATOMIC_RELAXED);
@@ -291,42 +297,68 @@ static bool refused(ql_test_heap *h) {
     return true;
 }
 
-static void account(ql_test_heap *h, int64_t bytes, int64_t blocks) {
-    int64_t live = __atomic_add_fetch(&h->live_bytes, bytes, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&h->live_blocks, blocks, __ATOMIC_RELAXED);
-    int64_t peak = __atomic_load_n(&h->peak_bytes, __ATOMIC_RELAXED);
-    while (live > peak &&
-           !__atomic_compare_exchange_n(&h->peak_bytes, &peak, live, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+static void link_in(ql_test_heap *h, block *b, size_t bytes) {
+    ql_lock(&h->mutex);
+    b->bytes = bytes;
+    b->prev = NULL;
+    b->next = h->first;
+    if (h->first) {
+        h->first->prev = b;
     }
+    h->first = b;
+    h->live_blocks++;
+    h->live_bytes += (int64_t)bytes;
+    h->peak_bytes = h->live_bytes > h->peak_bytes ? h->live_bytes : h->peak_bytes;
+    ql_unlock(&h->mutex);
 }
 
-static void *heap_realloc(void *user, void *old, size_t bytes) {
+static void link_out(ql_test_heap *h, block *b) {
+    ql_lock(&h->mutex);
+    *(b->prev ? &b->prev->next : &h->first) = b->next;
+    if (b->next) {
+        b->next->prev = b->prev;
+    }
+    h->live_blocks--;
+    h->live_bytes -= (int64_t)b->bytes;
+    ql_unlock(&h->mutex);
+}
+
+static void *heap_malloc(void *user, size_t bytes) {
     ql_test_heap *h = user;
-    if (refused(h)) {
+    block *b = refused(h) ? NULL : malloc(sizeof *b + bytes);
+    if (!b) {
         return NULL;
     }
-    char *base = old ? (char *)old - HEAD : NULL;
-    int64_t was = base ? *(int64_t *)base : 0;
-    char *fresh = realloc(base, bytes + HEAD);
-    if (!fresh) {
-        return NULL;
-    }
-    *(int64_t *)fresh = (int64_t)bytes;
-    account(h, (int64_t)bytes - was, base ? 0 : 1);
-    return fresh + HEAD;
+    link_in(h, b, bytes);
+    return b + 1;
 }
-
-static void *heap_malloc(void *user, size_t bytes) { return heap_realloc(user, NULL, bytes); }
 
 static void heap_free(void *user, void *ptr) {
     if (ptr) {
-        char *base = (char *)ptr - HEAD;
-        account(user, -*(int64_t *)base, -1);
-        free(base);
+        block *b = (block *)ptr - 1;
+        link_out(user, b);
+        free(b);
     }
 }
 
+/* Always moves, so that a pointer kept across a realloc is found. */
+static void *heap_realloc(void *user, void *old, size_t bytes) {
+    void *fresh = heap_malloc(user, bytes);
+    if (fresh && old) {
+        size_t had = ((block *)old - 1)->bytes;
+        memcpy(fresh, old, had < bytes ? had : bytes);
+        heap_free(user, old);
+    }
+    return fresh;
+}
+
 void ql_test_heap_init(ql_test_heap *heap) {
-    *heap = (ql_test_heap){.mem = {heap_malloc, heap_realloc, heap_free, NULL}, .fail_at = -1};
-    heap->mem.user = heap;
+    *heap = (ql_test_heap){.mem = {heap_malloc, heap_realloc, heap_free, heap}, .fail_at = -1};
+    assert_int_equal(ql_mutex_init(&heap->mutex, NULL), QL_OK);
+}
+
+void ql_test_heap_sweep(ql_test_heap *heap) {
+    while (heap->first) {
+        heap_free(heap, heap->first + 1);
+    }
 }

@@ -80,7 +80,7 @@ typedef struct ql_test_rows {
 
 typedef struct ql_test_probe {
     ql_test_rows hidden[QL_TEST_LAYERS], final_hidden, logits, mtp_logits;
-    bool bad;          /* rows out of order, of changing width, or of an unknown kind */
+    bool bad; /* rows out of order, of changing width, or of an unknown kind */
 } ql_test_probe;
 
 void ql_test_probe_fn(void *user, ql_probe_kind kind, int32_t layer, int32_t row0, int32_t n_row, int32_t width,
@@ -90,15 +90,21 @@ void ql_test_probe_free(ql_test_probe *probe); /* empties it for the next reques
 /* |got - want| / |want| of each row; the worst. NaN counts as infinite. */
 double ql_test_worst_rel(const float *got, const float *want, int64_t n_row, int32_t width, int64_t *worst_row);
 
-/* An allocator that counts, and can fail one call. */
+/* An allocator that counts, keeps what is live in a list, and can fail one call. */
+typedef struct ql_test_block ql_test_block;
 typedef struct ql_test_heap {
     ql_allocator mem;
-    int64_t calls;      /* malloc and realloc so far; atomic */
-    int64_t live_bytes, live_blocks, peak_bytes; /* atomic */
-    int64_t fail_at;    /* the call with this number fails; -1: none */
-    int64_t failed;     /* how many were refused; atomic */
+    int64_t calls;   /* malloc and realloc so far; atomic */
+    int64_t fail_at; /* the call with this number fails; -1: none; atomic */
+    int64_t failed;  /* how many were refused; atomic */
+
+    ql_mutex mutex; /* guards the fields below */
+    ql_test_block *first;
+    int64_t live_bytes, live_blocks, peak_bytes;
 } ql_test_heap;
 
 void ql_test_heap_init(ql_test_heap *heap);
+/* Frees what is still live: what a lane that was left behind could reach, once it has ended. */
+void ql_test_heap_sweep(ql_test_heap *heap);
 
 #endif

@@ -19,7 +19,8 @@ typedef struct worst {
 static void raise_to(double *to, double v) { *to = v > *to ? v : *to; }
 
 /* One kind of rows of the golden archive against what the probe delivered. */
-static double compare(const ql_npz *npz, const char *prefix, const char *kind, const ql_test_rows *rows, int64_t layer) {
+static double compare(const ql_npz *npz, const char *prefix, const char *kind, const ql_test_rows *rows,
+                      int64_t layer) {
     char name[64];
     snprintf(name, sizeof name, "%s%s", prefix, kind);
     const ql_npy *want = ql_npz_get(npz, name);
@@ -29,10 +30,12 @@ static double compare(const ql_npz *npz, const char *prefix, const char *kind, c
     if (rows->n != n_row || rows->width != width) {
         fail_msg("%s: probe gave [%d][%d], golden has [%d][%d]", name, rows->n, rows->width, (int)n_row, (int)width);
     }
-    return ql_test_worst_rel(rows->values, (const float *)want->data + layer * n_row * width, n_row, (int32_t)width, NULL);
+    return ql_test_worst_rel(rows->values, (const float *)want->data + layer * n_row * width, n_row, (int32_t)width,
+                             NULL);
 }
 
-static void check_probes(ql_engine *engine, const ql_test_model *model, const ql_npz *npz, const char *prefix, worst *w) {
+static void check_probes(ql_engine *engine, const ql_test_model *model, const ql_npz *npz, const char *prefix,
+                         worst *w) {
     char name[64];
     snprintf(name, sizeof name, "%sids", prefix);
     const ql_npy *ids = ql_npz_get(npz, name);
@@ -145,8 +148,10 @@ static void run_model(const ql_test_model *model, int32_t lanes, ql_kv_type kv) 
     ql_npz_close(&npz);
     ql_test_golden_free(&golden);
 
-    printf("  %-20s lanes %d kv %s  worst relative L2: hidden %.2e final %.2e logits %.2e mtp %.2e; logprob %.1e; near ties %d\n",
-           model->name, lanes, exact ? "f32" : "f16", w.hidden, w.final_hidden, w.logits, w.mtp_logits, w.logprob, w.near_ties);
+    printf("  %-20s lanes %d kv %s  worst relative L2: hidden %.2e final %.2e logits %.2e mtp %.2e; logprob %.1e; near "
+           "ties %d\n",
+           model->name, lanes, exact ? "f32" : "f16", w.hidden, w.final_hidden, w.logits, w.mtp_logits, w.logprob,
+           w.near_ties);
     fflush(stdout);
     double bound = exact ? 2e-5 : 3e-4;
     assert_true(w.hidden <= bound);

@@ -26,8 +26,13 @@ static void make_requests(const ql_test_model *model, int32_t ids[N_REQUEST][MAX
     }
     r[6].sampling.temperature = 0.8f; /* the whole vocabulary */
     r[6].sampling.seed = 5;
-    r[7].sampling = (ql_sampling){.temperature = 0.8f, .top_k = 40, .top_p = 0.9f, .min_p = 0.02f,
-                                  .repetition_penalty = 1.2f, .presence_penalty = 0.5f, .frequency_penalty = 0.25f,
+    r[7].sampling = (ql_sampling){.temperature = 0.8f,
+                                  .top_k = 40,
+                                  .top_p = 0.9f,
+                                  .min_p = 0.02f,
+                                  .repetition_penalty = 1.2f,
+                                  .presence_penalty = 0.5f,
+                                  .frequency_penalty = 0.25f,
                                   .seed = 6};
 }
 
@@ -44,9 +49,11 @@ static answer take(ql_result *res) {
 static void same(const answer *got, const answer *want, int32_t request, const ql_options *o, const char *company) {
     for (int32_t i = 0; i < N_NEW; i++) {
         if (got->ids[i] != want->ids[i] || memcmp(&got->logprobs[i], &want->logprobs[i], sizeof(float)) != 0) {
-            fail_msg("%s lanes %d chunk %d kv %d precision %d %s: request %d (%d ids): id %d is %d at %.9g, one lane gave %d at %.9g",
-                     o->model, o->lanes, o->chunk, (int)o->kv, (int)o->gen_precision, company, request, lengths[request], i,
-                     got->ids[i], (double)got->logprobs[i], want->ids[i], (double)want->logprobs[i]);
+            fail_msg("%s lanes %d chunk %d kv %d precision %d %s: request %d (%d ids): id %d is %d at %.9g, one lane "
+                     "gave %d at %.9g",
+                     o->model, o->lanes, o->chunk, (int)o->kv, (int)o->gen_precision, company, request,
+                     lengths[request], i, got->ids[i], (double)got->logprobs[i], want->ids[i],
+                     (double)want->logprobs[i]);
         }
     }
     if (got->crc != want->crc) {
@@ -244,7 +251,8 @@ static void another_order_is_noticed(void **state) {
     }
 }
 
-#define FOR(test, model) {#test " " model, test, NULL, NULL, (void *)(uintptr_t)(model)}
+#define FOR(test, model)                                                                                               \
+    { #test " " model, test, NULL, NULL, (void *)(uintptr_t)(model) }
 
 static int named(void **state) {
     *state = (void *)(uintptr_t)ql_test_model_named(*state);

@@ -1,0 +1,548 @@
+/* One lane made to fail: by an allocation, by an error of one of its ops or collectives, by hanging. Every caller must
+ * get that error in time, close must return, and an engine opened afterwards must work.
+ *
+ * A fault is planted by replacing one entry of one lane's op table (or its comm) through the engine's test hooks; it
+ * sleeps until it is armed. Worker threads only record what they saw; the main thread judges it.
+ */
+#include "runtime/engine/test_hooks.h"
+#include "tests/model/common.h"
+
+enum { N_CALLER = 8, WAIT_MS = 300 };
+#define LIMIT_S 2.0
+
+typedef enum site {
+    AT_LINEAR,
+    AT_GDN,
+    AT_ATTENTION,
+    AT_TOPK,
+    AT_SAMPLE,
+    AT_H2D,
+    AT_SYNC,
+    AT_REDUCE,
+    AT_GATHER,
+    AT_ALLOC,
+    AT_WEIGHT_LOAD
+} site;
+static const char *const site_names[] = {"linear", "gdn",    "attention", "topk",  "sample",     "h2d",
+                                         "sync",   "reduce", "gather",    "alloc", "weight_load"};
+typedef enum fault_kind { FAULT_ERROR, FAULT_HANG } fault_kind;
+
+/* One for each engine that is made to fail, never reused: a lane that was left behind may still read its own. */
+typedef struct planted {
+    ql_ops table;      /* first, so that dev->ops leads here */
+    const ql_ops *ops; /* the lane's own */
+    ql_status (*reduce)(ql_comm *comm, const float *src, float *dst, int64_t n);
+    ql_status (*gather)(ql_comm *comm, const void *src, void *dst, size_t bytes);
+    site site;
+    fault_kind kind;
+    int32_t lane;
+    int64_t after;                     /* calls to let pass once armed */
+    int64_t calls;                     /* atomic */
+    int32_t armed, released, in_fault; /* atomic */
+    int64_t fired_ns;                  /* atomic; 0: not yet */
+} planted;
+
+static planted pool[64];
+static int32_t n_pool;
+
+static bool load_flag(const int32_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0; }
+static void set_flag(int32_t *flag, int32_t v) { __atomic_store_n(flag, v, __ATOMIC_RELEASE); }
+static planted *of(ql_dev *dev) { return (planted *)(uintptr_t)dev->ops; }
+
+static ql_status trip(ql_dev *dev) {
+    planted *f = of(dev);
+    if (!load_flag(&f->armed) || __atomic_fetch_add(&f->calls, 1, __ATOMIC_RELAXED) != f->after) {
+        return QL_OK;
+    }
+    __atomic_store_n(&f->fired_ns, ql_now_ns(), __ATOMIC_RELEASE);
+    if (f->kind == FAULT_ERROR) {
+        return ql_fail(dev->err, QL_ERR_DEVICE, "lane %d: injected fault in %s", f->lane, site_names[f->site]);
+    }
+    set_flag(&f->in_fault, 1);
+    while (!load_flag(&f->released)) {
+        ql_sleep_ms(2);
+    }
+    set_flag(&f->in_fault, 0);
+    return QL_OK;
+}
+
+#define WRAP(op, args)                                                                                                 \
+    static ql_status bad_##op(ql_dev *dev, const args *a) {                                                            \
+        QL_TRY(trip(dev));                                                                                             \
+        return of(dev)->ops->op(dev, a);                                                                               \
+    }
+WRAP(linear, ql_linear_args)
+WRAP(gdn, ql_gdn_args)
+WRAP(attention, ql_attention_args)
+WRAP(topk, ql_topk_args)
+WRAP(sample, ql_sample_args)
+
+static ql_status bad_h2d(ql_dev *dev, void *dst, const void *src, size_t bytes) {
+    QL_TRY(trip(dev));
+    return of(dev)->ops->h2d(dev, dst, src, bytes);
+}
+
+static ql_status bad_sync(ql_dev *dev) {
+    QL_TRY(trip(dev));
+    return of(dev)->ops->sync(dev);
+}
+
+static ql_status bad_alloc(ql_dev *dev, size_t bytes, const char *what, void **out) {
+    QL_TRY(trip(dev));
+    return of(dev)->ops->alloc(dev, bytes, what, out);
+}
+
+static ql_status bad_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *out) {
+    QL_TRY(trip(dev));
+    return of(dev)->ops->weight_load(dev, src, out);
+}
+
+static ql_status bad_reduce(ql_comm *comm, const float *src, float *dst, int64_t n) {
+    QL_TRY(trip(comm->dev));
+    return of(comm->dev)->reduce(comm, src, dst, n);
+}
+
+static ql_status bad_gather(ql_comm *comm, const void *src, void *dst, size_t bytes) {
+    QL_TRY(trip(comm->dev));
+    return of(comm->dev)->gather(comm, src, dst, bytes);
+}
+
+static void dev_opened(void *user, int32_t lane, ql_dev *dev) {
+    planted *f = user;
+    if (lane != f->lane) {
+        return;
+    }
+    f->ops = dev->ops;
+    f->table = *dev->ops;
+    switch (f->site) {
+    case AT_LINEAR: f->table.linear = bad_linear; break;
+    case AT_GDN: f->table.gdn = bad_gdn; break;
+    case AT_ATTENTION: f->table.attention = bad_attention; break;
+    case AT_TOPK: f->table.topk = bad_topk; break;
+    case AT_SAMPLE: f->table.sample = bad_sample; break;
+    case AT_H2D: f->table.h2d = bad_h2d; break;
+    case AT_SYNC: f->table.sync = bad_sync; break;
+    case AT_ALLOC: f->table.alloc = bad_alloc; break;
+    case AT_WEIGHT_LOAD: f->table.weight_load = bad_weight_load; break;
+    case AT_REDUCE: break;
+    case AT_GATHER: break;
+    }
+    dev->ops = &f->table;
+}
+
+static void comm_opened(void *user, int32_t lane, ql_comm *comm) {
+    planted *f = user;
+    if (lane != f->lane) {
+        return;
+    }
+    f->reduce = comm->reduce;
+    f->gather = comm->gather;
+    if (f->site == AT_REDUCE) {
+        comm->reduce = bad_reduce;
+    } else if (f->site == AT_GATHER) {
+        comm->gather = bad_gather;
+    }
+}
+
+static planted *plant(site at, fault_kind kind, int32_t lane, int64_t after, bool armed) {
+    assert_true(n_pool < (int32_t)(sizeof pool / sizeof *pool));
+    planted *f = &pool[n_pool++];
+    f->site = at;
+    f->kind = kind;
+    f->lane = lane;
+    f->after = after;
+    f->armed = armed;
+    return f;
+}
+
+static ql_status open_planted(ql_engine **engine, const ql_options *options, planted *f, ql_error *err) {
+    const ql_test_hooks hooks = {.dev_opened = dev_opened, .comm_opened = comm_opened, .user = f};
+    return ql_engine_open_hooked(engine, options, &hooks, err);
+}
+
+/* Lets a hanging lane go and waits until it has left the fault; what it does then touches nothing that was freed. */
+static void release(planted *f) {
+    set_flag(&f->released, 1);
+    while (load_flag(&f->in_fault)) {
+        ql_sleep_ms(1);
+    }
+    ql_sleep_ms(100);
+}
+
+/* ---- what must still be true afterwards ----------------------------------------------------------------------------
+ */
+
+static const int32_t check_ids[9] = {5, 81, 3, 77, 290, 411, 6, 30, 255};
+
+static uint32_t crc_of(ql_engine *engine) {
+    ql_request r = ql_test_request(check_ids, 9, 6);
+    ql_result *res = ql_test_generate(engine, &r);
+    assert_int_equal(res->n_ids, 6);
+    uint32_t crc = res->logits_crc32;
+    ql_result_free(res);
+    return crc;
+}
+
+static uint32_t crc_fresh(const ql_options *options) {
+    ql_options o = *options;
+    o.log = NULL;
+    o.allocator = NULL;
+    ql_engine *engine = ql_test_open(&o);
+    uint32_t crc = crc_of(engine);
+    ql_engine_close(&engine);
+    return crc;
+}
+
+/* ---- a fault while eight threads wait ------------------------------------------------------------------------------
+ */
+
+typedef struct caller {
+    ql_engine *engine;
+    int32_t number;
+    ql_status submit_status, wait_status, result_status;
+    bool has_result;
+    ql_finish finish;
+    int32_t n_ids;
+    ql_error submit_err, wait_err, result_err;
+    int64_t end_ns;
+    /* written by the callback */
+    int32_t n_end, n_after_end; /* atomic */
+    ql_error end_err;           /* before n_end */
+} caller;
+
+static int32_t n_submitted, n_tokens; /* atomic */
+
+static void on_event(void *user, const ql_event *event) {
+    caller *c = user;
+    if (__atomic_load_n(&c->n_end, __ATOMIC_RELAXED)) {
+        __atomic_fetch_add(&c->n_after_end, 1, __ATOMIC_RELAXED);
+    }
+    if (event->kind == QL_EVENT_TOKEN) {
+        __atomic_fetch_add(&n_tokens, 1, __ATOMIC_RELAXED);
+    } else if (event->kind == QL_EVENT_END) {
+        if (event->error) {
+            c->end_err = *event->error;
+        }
+        __atomic_fetch_add(&c->n_end, 1, __ATOMIC_RELEASE);
+    }
+}
+
+static void *call(void *arg) {
+    caller *c = arg;
+    int32_t ids[40];
+    ql_test_ids((uint64_t)c->number, 500, ids, 40);
+    ql_request r = ql_test_request(ids, 1 + 5 * c->number, 400);
+    r.ignore_eos = 1;
+    ql_request_id id = 0;
+    c->submit_status = ql_submit(c->engine, &r, on_event, c, &id, &c->submit_err);
+    __atomic_fetch_add(&n_submitted, 1, __ATOMIC_RELEASE);
+    if (c->submit_status == QL_OK) {
+        ql_result *res = NULL;
+        c->wait_status = ql_wait(c->engine, id, &res, &c->wait_err);
+        c->end_ns = ql_now_ns();
+        if (res) {
+            c->has_result = true;
+            c->result_status = res->status;
+            c->result_err = res->error;
+            c->finish = res->finish;
+            c->n_ids = res->n_ids;
+        }
+        ql_result_free(res);
+    }
+    return NULL;
+}
+
+static int32_t n_left_behind; /* atomic: warnings that a lane did not come back */
+
+static void on_log(void *user, ql_log_level level, const char *line) {
+    (void)user;
+    if (level <= QL_LOG_WARN && strstr(line, "did not come back")) {
+        __atomic_fetch_add(&n_left_behind, 1, __ATOMIC_RELAXED);
+    }
+}
+
+/* Arms the fault while 8 callers are served, 4 at a time, and judges what they saw. `release` says when a hanging lane
+ * comes back: before close or after it. */
+static void fail_under_load(const char *model, int32_t lanes, site at, fault_kind kind, int32_t lane,
+                            bool release_first) {
+    char what[120];
+    snprintf(what, sizeof what, "%s %d lanes, %s in %s of lane %d", model, lanes, kind == FAULT_HANG ? "hang" : "error",
+             site_names[at], lane);
+    ql_options o = ql_test_options(ql_test_model_named(model), lanes);
+    o.max_seqs = 4;
+    o.wait_ms = WAIT_MS;
+    o.log = on_log;
+    uint32_t want = crc_fresh(&o);
+    ql_test_heap heap;
+    ql_test_heap_init(&heap);
+    o.allocator = &heap.mem;
+
+    planted *f = plant(at, kind, lane, 3, false);
+    __atomic_store_n(&n_submitted, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&n_tokens, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&n_left_behind, 0, __ATOMIC_RELAXED);
+    ql_engine *engine = NULL;
+    ql_error err = {0};
+    if (open_planted(&engine, &o, f, &err) != QL_OK) {
+        fail_msg("%s: open: %s", what, err.text);
+    }
+    caller callers[N_CALLER];
+    pthread_t threads[N_CALLER];
+    memset(callers, 0, sizeof callers);
+    for (int32_t i = 0; i < N_CALLER; i++) {
+        callers[i].engine = engine;
+        callers[i].number = i;
+        assert_int_equal(pthread_create(&threads[i], NULL, call, &callers[i]), 0);
+    }
+    while (__atomic_load_n(&n_submitted, __ATOMIC_ACQUIRE) < N_CALLER ||
+           __atomic_load_n(&n_tokens, __ATOMIC_RELAXED) < 8) {
+        ql_sleep_ms(1);
+    }
+    set_flag(&f->armed, 1);
+    for (int32_t i = 0; i < N_CALLER; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    int64_t fired = __atomic_load_n(&f->fired_ns, __ATOMIC_ACQUIRE);
+    if (!fired) {
+        fail_msg("%s: never reached", what);
+    }
+
+    double limit = LIMIT_S + (kind == FAULT_HANG ? WAIT_MS * 1e-3 : 0);
+    char injected[64];
+    snprintf(injected, sizeof injected, "lane %d", lane);
+    double slowest = 0;
+    for (int32_t i = 0; i < N_CALLER; i++) {
+        caller *c = &callers[i];
+        if (c->submit_status != QL_OK || c->wait_status != QL_ERR_DEVICE || !c->has_result ||
+            c->result_status != QL_ERR_DEVICE || c->finish != QL_FINISH_NONE) {
+            fail_msg("%s: caller %d: submit %d (%s) wait %d (%s) result %d finish %d", what, i, (int)c->submit_status,
+                     c->submit_err.text, (int)c->wait_status, c->wait_err.text, (int)c->result_status, (int)c->finish);
+        }
+        assert_string_equal(c->wait_err.text, c->result_err.text);
+        assert_string_equal(c->wait_err.text, callers[0].wait_err.text); /* all get the first */
+        ql_test_assert_has(c->wait_err.text, injected);
+        if (kind == FAULT_ERROR) {
+            ql_test_assert_has(c->wait_err.text, "injected fault");
+        }
+        assert_int_equal(__atomic_load_n(&c->n_end, __ATOMIC_ACQUIRE), 1);
+        assert_int_equal(__atomic_load_n(&c->n_after_end, __ATOMIC_ACQUIRE), 0);
+        assert_string_equal(c->end_err.text, c->wait_err.text);
+        double took = (double)(c->end_ns - fired) * 1e-9;
+        slowest = took > slowest ? took : slowest;
+    }
+    if (slowest > limit) {
+        fail_msg("%s: a caller got its error after %.2f s", what, slowest);
+    }
+
+    /* the engine refuses work and says why */
+    ql_request r = ql_test_request(check_ids, 9, 2);
+    ql_result *res = NULL;
+    assert_int_equal(ql_generate(engine, &r, &res, &err), QL_ERR_STATE);
+    ql_test_assert_has(err.text, callers[0].wait_err.text);
+    ql_result_free(res);
+    ql_stats stats = ql_test_stats(engine);
+    assert_int_equal(stats.n_lanes, lanes);
+
+    if (kind == FAULT_HANG && release_first) {
+        set_flag(&f->released, 1);
+    }
+    int64_t t0 = ql_now_ns();
+    ql_engine_close(&engine);
+    assert_null(engine);
+    double close_s = ql_seconds_since(t0);
+    if (close_s > LIMIT_S + WAIT_MS * 1e-3) {
+        fail_msg("%s: close took %.2f s", what, close_s);
+    }
+    bool left = kind == FAULT_HANG && !release_first;
+    assert_int_equal(__atomic_load_n(&n_left_behind, __ATOMIC_RELAXED) > 0, left);
+    assert_true(left || heap.live_blocks == 0);
+    assert_int_equal(crc_fresh(&o), want); /* also while the old lane still hangs */
+    if (left) {
+        release(f);
+        ql_test_heap_sweep(&heap);
+    }
+    printf("  %-48s error after %.3f s, closed in %.3f s\n", what, slowest, close_s);
+    fflush(stdout);
+}
+
+static void error_in_an_op(void **state) {
+    (void)state;
+    static const site sites[] = {AT_LINEAR, AT_GDN,  AT_ATTENTION, AT_TOPK,  AT_SAMPLE,
+                                 AT_H2D,    AT_SYNC, AT_REDUCE,    AT_GATHER};
+    for (size_t i = 0; i < sizeof sites / sizeof *sites; i++) {
+        fail_under_load("micro-mixed", 2, sites[i], FAULT_ERROR, (int32_t)(i % 2), true);
+    }
+    fail_under_load("micro-mixed", 1, AT_LINEAR, FAULT_ERROR, 0, true);
+    fail_under_load("micro-bf16", 4, AT_LINEAR, FAULT_ERROR, 2, true);
+    fail_under_load("micro-bf16", 4, AT_REDUCE, FAULT_ERROR, 3, true);
+}
+
+static void hang_in_an_op(void **state) {
+    (void)state;
+    static const site sites[] = {AT_LINEAR, AT_ATTENTION, AT_TOPK, AT_SYNC, AT_REDUCE, AT_GATHER};
+    for (size_t i = 0; i < sizeof sites / sizeof *sites; i++) {
+        fail_under_load("micro-mixed", 2, sites[i], FAULT_HANG, (int32_t)(i % 2), true);
+    }
+    fail_under_load("micro-mixed", 1, AT_LINEAR, FAULT_HANG, 0, true);
+    fail_under_load("micro-bf16", 4, AT_GDN, FAULT_HANG, 1, true);
+}
+
+static void hung_lane_is_left_behind(void **state) {
+    (void)state;
+    fail_under_load("micro-mixed", 2, AT_LINEAR, FAULT_HANG, 1, false);
+    fail_under_load("micro-mixed", 1, AT_GDN, FAULT_HANG, 0, false);
+}
+
+/* ---- while opening
+ * --------------------------------------------------------------------------------------------------- */
+
+static void fail_in_open(int32_t lanes, site at, fault_kind kind, int32_t lane, int64_t after) {
+    ql_test_heap heap;
+    ql_test_heap_init(&heap);
+    ql_options o = ql_test_options(ql_test_model_named("micro-mixed"), lanes);
+    o.wait_ms = o.init_ms = WAIT_MS;
+    o.allocator = &heap.mem;
+    planted *f = plant(at, kind, lane, after, true);
+    ql_engine *engine = NULL;
+    ql_error err = {0};
+    ql_status status = open_planted(&engine, &o, f, &err);
+    double took = ql_seconds_since(__atomic_load_n(&f->fired_ns, __ATOMIC_ACQUIRE));
+    assert_true(__atomic_load_n(&f->fired_ns, __ATOMIC_ACQUIRE) != 0);
+    assert_int_equal(status, QL_ERR_DEVICE);
+    assert_int_equal(err.status, QL_ERR_DEVICE);
+    assert_null(engine);
+    char text[32];
+    snprintf(text, sizeof text, "lane %d", lane);
+    ql_test_assert_has(err.text, text);
+    if (kind == FAULT_ERROR) {
+        ql_test_assert_has(err.text, "injected fault");
+        assert_int_equal(heap.live_blocks, 0);
+    }
+    if (took > LIMIT_S + (kind == FAULT_HANG ? 2 * WAIT_MS * 1e-3 : 0)) {
+        fail_msg("%s in %s of lane %d: open took %.2f s", kind == FAULT_HANG ? "hang" : "error", site_names[at], lane,
+                 took);
+    }
+    if (kind == FAULT_HANG) {
+        release(f);
+        ql_test_heap_sweep(&heap);
+    }
+}
+
+static void error_while_opening(void **state) {
+    (void)state;
+    for (int32_t lane = 0; lane < 2; lane++) {
+        fail_in_open(2, AT_ALLOC, FAULT_ERROR, lane, 0);
+        fail_in_open(2, AT_ALLOC, FAULT_ERROR, lane, 3);
+        fail_in_open(2, AT_WEIGHT_LOAD, FAULT_ERROR, lane, 0);
+        fail_in_open(2, AT_WEIGHT_LOAD, FAULT_ERROR, lane, 11);
+    }
+    fail_in_open(1, AT_WEIGHT_LOAD, FAULT_ERROR, 0, 5);
+}
+
+static void hang_while_opening(void **state) {
+    (void)state;
+    fail_in_open(2, AT_WEIGHT_LOAD, FAULT_HANG, 1, 2);
+    fail_in_open(1, AT_ALLOC, FAULT_HANG, 0, 1);
+}
+
+/* The k-th allocation of an open fails, for every k (or, past the first 120, about 60 more of them). */
+static void allocation_while_opening(void **state) {
+    const ql_test_model *model = *state;
+    ql_test_heap heap;
+    ql_test_heap_init(&heap);
+    ql_options o = ql_test_options(model, 2);
+    o.ctx = 128;
+    o.max_seqs = 2;
+    uint32_t want = crc_fresh(&o);
+    o.allocator = &heap.mem;
+    ql_engine *engine = ql_test_open(&o);
+    int64_t n = heap.calls;
+    ql_engine_close(&engine);
+    assert_int_equal(heap.live_blocks, 0);
+    assert_int_equal(heap.live_bytes, 0);
+    int64_t stride = n > 180 ? (n - 120) / 60 + 1 : 1, tried = 0;
+    for (int64_t k = 0; k < n; k += k < 120 ? 1 : stride) {
+        ql_test_heap_init(&heap);
+        heap.fail_at = k;
+        ql_error err = {0};
+        ql_status status = ql_engine_open(&engine, &o, &err);
+        if (status == QL_OK && heap.failed == 0) { /* threads share the count: another order may need fewer calls */
+            ql_engine_close(&engine);
+            continue;
+        }
+        if (status != QL_ERR_MEMORY || engine) {
+            fail_msg("%s: allocation %d of %d refused: %s: %s", model->name, (int)k, (int)n, ql_status_text(status),
+                     err.text);
+        }
+        assert_true(err.text[0] != 0);
+        if (heap.live_blocks != 0) {
+            fail_msg("%s: allocation %d of %d refused: %d blocks leaked", model->name, (int)k, (int)n,
+                     (int)heap.live_blocks);
+        }
+        tried++;
+    }
+    printf("  %-20s %d of %d allocations refused in turn\n", model->name, (int)tried, (int)n);
+    fflush(stdout);
+    assert_true(tried > 20);
+    assert_int_equal(crc_fresh(&o), want);
+}
+
+/* A request whose memory cannot be had fails alone or takes the engine with it, with the right error; never silently.
+ */
+static void allocation_while_serving(void **state) {
+    (void)state;
+    const ql_test_model *model = ql_test_model_named("tiny");
+    ql_test_heap heap;
+    ql_test_heap_init(&heap);
+    ql_options o = ql_test_options(model, 2);
+    uint32_t want = crc_fresh(&o);
+    o.allocator = &heap.mem;
+    ql_engine *engine = ql_test_open(&o);
+    int64_t n_refused = 0;
+    for (int64_t k = 0; k < 40; k++) {
+        ql_request r = ql_test_request(NULL, 0, 5);
+        r.text = "The capital of France is";
+        const char *stop[] = {"never to be seen"};
+        r.stop = stop;
+        r.n_stop = 1;
+        heap.failed = 0;
+        __atomic_store_n(&heap.fail_at, __atomic_load_n(&heap.calls, __ATOMIC_RELAXED) + k, __ATOMIC_RELAXED);
+        ql_result *res = NULL;
+        ql_error err = {0};
+        ql_status status = ql_generate(engine, &r, &res, &err);
+        __atomic_store_n(&heap.fail_at, -1, __ATOMIC_RELAXED);
+        bool hit = __atomic_load_n(&heap.failed, __ATOMIC_RELAXED) > 0;
+        if (status != (hit ? QL_ERR_MEMORY : QL_OK)) {
+            fail_msg("allocation %d of a request %s: %s: %s", (int)k, hit ? "refused" : "not reached",
+                     ql_status_text(status), err.text);
+        }
+        n_refused += hit;
+        ql_result_free(res);
+        assert_int_equal(crc_of(engine), want); /* one request's trouble is its own */
+        ql_test_assert_idle(engine);
+        if (!hit) {
+            break;
+        }
+    }
+    assert_true(n_refused >= 3);
+    ql_engine_close(&engine);
+    assert_int_equal(heap.live_blocks, 0);
+    printf("  %d allocations of a request refused in turn\n", (int)n_refused);
+}
+
+int main(void) {
+    ql_test_watchdog(120);
+    struct CMUnitTest tests[] = {
+        cmocka_unit_test(error_in_an_op),
+        cmocka_unit_test(hang_in_an_op),
+        cmocka_unit_test(hung_lane_is_left_behind),
+        cmocka_unit_test(error_while_opening),
+        cmocka_unit_test(hang_while_opening),
+        {"allocation_while_opening micro-bf16", allocation_while_opening, NULL, NULL,
+         (void *)(uintptr_t)ql_test_model_named("micro-bf16")},
+        {"allocation_while_opening tiny", allocation_while_opening, NULL, NULL,
+         (void *)(uintptr_t)ql_test_model_named("tiny")},
+        cmocka_unit_test(allocation_while_serving),
+    };
+    return cmocka_run_group_tests_name("faults", tests, NULL, NULL);
+}
