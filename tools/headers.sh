@@ -1,0 +1,43 @@
+#!/bin/bash
+# Each header compiles alone: as C17, as C++17, and as CUDA where nvcc is installed and the header is one that kernels
+# include.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+cc=${CC:-gcc} cxx=${CXX:-g++}
+nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+pass=0 fail=0 skip=0
+tmp=$(mktemp -d) || exit 1
+trap 'rm -rf "$tmp"' EXIT
+
+try() { # try LABEL COMMAND...
+    local label=$1
+    shift
+    if "$@" >"$tmp/out" 2>&1; then
+        pass=$((pass + 1))
+    else
+        fail=$((fail + 1))
+        echo "FAIL $label"
+        head -n 12 "$tmp/out"
+    fi
+}
+
+while read -r h; do
+    echo "#include \"$h\"" >"$tmp/one.c"
+    try "$h as C17" "$cc" -std=c17 -D_GNU_SOURCE -I. -Wall -Wextra -Wno-unused-function -Werror -fsyntax-only "$tmp/one.c"
+    case $h in
+    runtime/qlane.h | runtime/base/* | kernels/*)
+        cp "$tmp/one.c" "$tmp/one.cc"
+        try "$h as C++17" "$cxx" -std=c++17 -D_GNU_SOURCE -I. -Wall -Wextra -Wno-unused-function -Werror -fsyntax-only \
+            "$tmp/one.cc"
+        ;;
+    esac
+done < <(find runtime loader kernels -name '*.h' | sort)
+
+if [[ -n $nvcc ]]; then
+    find runtime/qlane.h kernels -maxdepth 1 -name '*.h' | sort | sed 's/.*/#include "&"/' >"$tmp/all.cu"
+    try "public and kernel headers as CUDA" "$nvcc" -std=c++17 -I. --cuda "$tmp/all.cu" -arch=sm_90 -o "$tmp/all.ii"
+else
+    skip=1
+fi
+echo "$pass passed, $fail failed, $skip skipped"
+((fail == 0))
