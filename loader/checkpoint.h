@@ -58,7 +58,7 @@ struct ql_checkpoint {
         ql_layer layer;
     } mtp;
     ql_checkpoint_info summary;
-    void *owned;                   /* strings behind info and notes */
+    struct ql_owned *owned;        /* what info and notes point at */
 };
 
 /* Finds the directory behind a path or Hub id ("org/name" in HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub; the

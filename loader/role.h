@@ -41,6 +41,7 @@ typedef struct ql_role_info {
     ql_place place;
     bool linear;
     ql_part part;
+    const char *kind;   /* for people: "weight", "norm", "embedding", ... */
     size_t offset;      /* of its member in ql_layer, or in ql_checkpoint for GLOBAL and MTP places */
 } ql_role_info;
 
