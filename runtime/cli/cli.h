@@ -143,7 +143,10 @@ double ql_cli_now(void); /* seconds on the monotonic clock */
 
 typedef struct ql_cli_dump ql_cli_dump;
 
-/* Makes the folder where it does not exist. n_tok is the prompt's length. Returns 0 or an exit code. */
+/* Makes the folder where it does not exist; refuses anything else that is there. Returns 0 or an exit code. */
+int ql_cli_dump_folder(const char *dir);
+
+/* n_tok is the prompt's length; dir was accepted by ql_cli_dump_folder. Returns 0 or an exit code. */
 int ql_cli_dump_open(ql_cli_dump **dump, const char *dir, int32_t n_tok);
 
 /* The probe to pass to the request, with the dump as its user. */

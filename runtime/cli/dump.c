@@ -53,9 +53,9 @@ static void fail(ql_cli_dump *dump, const npy *f) {
     }
 }
 
-int ql_cli_dump_open(ql_cli_dump **dump, const char *dir, int32_t n_tok) {
+int ql_cli_dump_folder(const char *dir) {
     struct stat st;
-    if (!dir[0] || strlen(dir) >= sizeof (*dump)->dir) {
+    if (!dir[0] || strlen(dir) >= sizeof ((ql_cli_dump *)NULL)->dir) {
         return ql_cli_fail(QL_EXIT_USAGE, "--dump wants the path of a folder");
     }
     if (mkdir(dir, 0777) != 0 && errno != EEXIST) {
@@ -64,6 +64,10 @@ int ql_cli_dump_open(ql_cli_dump **dump, const char *dir, int32_t n_tok) {
     if (stat(dir, &st) != 0 || !S_ISDIR(st.st_mode)) {
         return ql_cli_fail(QL_EXIT_USAGE, "--dump %s: not a folder", dir);
     }
+    return 0;
+}
+
+int ql_cli_dump_open(ql_cli_dump **dump, const char *dir, int32_t n_tok) {
     ql_cli_dump *d = calloc(1, sizeof *d);
     if (!d) {
         return ql_cli_fail(QL_EXIT_MEMORY, "out of memory for --dump");

@@ -407,16 +407,19 @@ static int distance(const char *a, size_t n, const char *b) {
 
 static int unknown_option(enum ql_cli_command command, const char *command_name, const char *given, size_t len) {
     const option *near = NULL;
+    bool elsewhere = false;
     int best = INT_MAX;
     for (int i = 0; i < N_OPT; i++) {
         int d = distance(given, len, table[i].name);
+        elsewhere |= d == 0;
         if ((table[i].commands & command) && d < best) {
             best = d;
             near = &table[i];
         }
     }
-    return ql_cli_fail(QL_EXIT_USAGE, "%s has no option '%.*s'; the nearest is %s (see qlane help %s)", command_name,
-                       (int)(len > 80 ? 80 : len), given, near->name, command_name);
+    return ql_cli_fail(QL_EXIT_USAGE, "%s has no option '%.*s'%s; the nearest is %s (see qlane help %s)", command_name,
+                       (int)(len > 80 ? 80 : len), given, elsewhere ? ", another command has" : "", near->name,
+                       command_name);
 }
 
 int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *command_name, int argc, char **argv) {
@@ -482,16 +485,14 @@ void ql_cli_options_help(FILE *out, enum ql_cli_command command) {
             continue;
         }
         char left[64], want[256];
+        bool ranged = o->type == OPT_INT || o->type == OPT_REAL || o->type == OPT_CHOICE;
         snprintf(left, sizeof left, "%s%s%s", o->name, o->arg ? " " : "", o->arg ? o->arg : "");
-        fprintf(out, "  %-20s  %s", left, o->help);
-        if (o->type == OPT_INT || o->type == OPT_REAL || o->type == OPT_CHOICE) {
+        fprintf(out, "  %-20s  %s\n", left, o->help);
+        if (ranged || o->fallback) {
             describe(o, want, sizeof want);
-            fprintf(out, ": %s", want);
+            fprintf(out, "  %-20s  %s%s%s%s\n", "", ranged ? want : "", ranged && o->fallback ? "; " : "",
+                    o->fallback ? "default: " : "", o->fallback ? o->fallback : "");
         }
-        if (o->fallback) {
-            fprintf(out, " [%s]", o->fallback);
-        }
-        fputc('\n', out);
     }
 }
 

@@ -88,7 +88,7 @@ static int check_args(const ql_cli_args *args) {
     if (args->order == 1) {
         return ql_cli_fail(QL_EXIT_USAGE, "--order fast: host lanes and this build know tree only");
     }
-    return 0;
+    return args->dump ? ql_cli_dump_folder(args->dump) : 0;
 }
 
 /* The model's own defaults for what the command line leaves open. The library takes either all three of the model's
