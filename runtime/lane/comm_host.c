@@ -46,7 +46,8 @@ static uint64_t missing_progress(const ql_comm_group *g, int32_t *first_missing)
     return sum;
 }
 
-/* All lanes meet. What a lane wrote before is visible to all after. */
+/* All lanes meet. What a lane wrote before is visible to all after. `src` NULL: nothing new is published, and what was
+ * stays readable for a peer that is still copying. */
 static ql_status rendezvous(ql_comm *comm, const void *src, void *dst, size_t bytes) {
     ql_comm_group *g = comm->group;
     ql_error *err = comm->dev->err;
@@ -54,14 +55,16 @@ static ql_status rendezvous(ql_comm *comm, const void *src, void *dst, size_t by
         return ql_abort_error(g->abort, err);
     }
     ql_lock(&g->mutex);
-    g->src[comm->lane] = src;
-    g->dst[comm->lane] = dst;
-    g->bytes[comm->lane] = bytes;
+    if (src) {
+        g->src[comm->lane] = src;
+        g->dst[comm->lane] = dst;
+        g->bytes[comm->lane] = bytes;
+    }
     g->arrived[comm->lane] = true;
     uint64_t epoch = g->epoch;
     if (++g->n_arrived == g->n_lane) {
         ql_status status = QL_OK;
-        for (int32_t i = 0; i < g->n_lane; i++) {
+        for (int32_t i = 0; src && i < g->n_lane; i++) {
             if (g->bytes[i] != bytes) {
                 status = ql_fail(err, QL_ERR_INTERNAL, "lane %d: collective of %zu bytes met one of %zu bytes on lane %d",
                                  comm->lane, bytes, g->bytes[i], i);
