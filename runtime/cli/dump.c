@@ -90,10 +90,16 @@ static int open_file(ql_cli_dump *dump, npy *f) {
 void ql_cli_dump_probe(void *user, ql_probe_kind kind, int32_t layer, int32_t row0, int32_t n_row, int32_t width,
                        const float *values) {
     ql_cli_dump *dump = user;
-    if ((unsigned)kind >= N_KIND || dump->error[0] || n_row <= 0) {
+    if ((unsigned)kind >= N_KIND || dump->error[0]) {
         return;
     }
     npy *f = &dump->file[kind];
+    if (n_row > f->n_row - row0) { /* rows after the prompt: logits of generated ids */
+        n_row = f->n_row - row0;
+    }
+    if (n_row <= 0) {
+        return;
+    }
     if (f->fd < 0) {
         f->fd = open_file(dump, f);
         f->width = width;
