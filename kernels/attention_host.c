@@ -4,13 +4,13 @@
  * to f32 once for all of them. Each pair folds the blocks on its own, whatever it shares the tile with.
  */
 #include "kernels/host/acc16.h"
-#include "kernels/host/host_ops.h"
+#include "kernels/host/attention_common.h"
 #include "runtime/base/num.h"
 
 #include <math.h>
 #include <string.h>
 
-enum { D = 256, TILE = 64, FP8_GROUP = 64, N_GROUP = D / FP8_GROUP };
+enum { D = QL_ATTENTION_D, TILE = 64, FP8_GROUP = QL_KV_SCALE_GROUP };
 
 /* Index of the first channel of a cache row. */
 static int64_t cache_row(const ql_kv_cache *cache, int32_t page, int32_t head, int32_t pos) {
@@ -34,7 +34,7 @@ static void norm_rope(const float *x, const float *w, float eps, const float *ro
 }
 
 static void store_fp8(const float *x, uint8_t *code, uint16_t *scale) {
-    for (int32_t g = 0; g < N_GROUP; g++, x += FP8_GROUP, code += FP8_GROUP) {
+    for (int32_t g = 0; g < D / FP8_GROUP; g++, x += FP8_GROUP, code += FP8_GROUP) {
         float amax = 0x1p-14f;
         for (int32_t i = 0; i < FP8_GROUP; i++) {
             float v = fabsf(x[i]);
@@ -95,7 +95,6 @@ ql_status ql_attn_prep_host(ql_dev *dev, const ql_attn_prep_args *a) {
 
 /* ---- attention ---- */
 
-/* n elements of the cache from element `at` on; both are multiples of D. */
 static void load(ql_kv_type type, const void *cache, const void *scale, int64_t at, int32_t n, float *x) {
     switch (type) {
     case QL_KV_F32: memcpy(x, (const float *)cache + at, (size_t)n * sizeof *x); break;
@@ -118,14 +117,9 @@ static void load(ql_kv_type type, const void *cache, const void *scale, int64_t 
     }
 }
 
-/* Running softmax of one (row, head) pair. */
-typedef struct fold {
-    float max, sum, o[D];
-} fold;
-
 typedef struct scratch {
-    float k[QL_PAGE][D], v[QL_PAGE][D];
-    fold fold[TILE];
+    float k[QL_PAGE * D], v[QL_PAGE * D];
+    ql_attention_fold fold[TILE];
 } scratch;
 
 static void add_scaled(float w, const float *restrict x, float *restrict y) {
@@ -134,22 +128,25 @@ static void add_scaled(float w, const float *restrict x, float *restrict y) {
     }
 }
 
-/* Folds one block of n positions into f. */
-static void block(const float *q, const float (*k)[D], const float (*v)[D], int32_t n, bool first, fold *f) {
-    float w[QL_PAGE], o[D] = {0}, sum = 0.0f, max;
+static void block(const float *q, const float *k, const float *v, int32_t n, bool first, ql_attention_fold *f) {
+    float w[QL_PAGE], o[D] = {0}, sum = 0.0f, max = -INFINITY;
     for (int32_t i = 0; i < n; i++) {
-        w[i] = ql_dot16(q, k[i], D) * 0.0625f;
-        max = i == 0 || w[i] > max ? w[i] : max;
+        w[i] = ql_dot16(q, k + i * D, D) * 0.0625f;
+        max = w[i] > max ? w[i] : max;
     }
     for (int32_t i = 0; i < n; i++) {
         w[i] = expf(w[i] - max);
         sum += w[i];
-        add_scaled(w[i], v[i], o);
+        add_scaled(w[i], v + i * D, o);
     }
+    ql_attention_host_fold(f, first, max, sum, o);
+}
+
+void ql_attention_host_fold(ql_attention_fold *f, bool first, float max, float sum, const float *o) {
     if (first) {
         f->max = max;
         f->sum = sum;
-        memcpy(f->o, o, sizeof o);
+        memcpy(f->o, o, sizeof f->o);
         return;
     }
     float top = max > f->max ? max : f->max, old = expf(f->max - top), new = expf(max - top);
@@ -165,7 +162,7 @@ size_t ql_attention_host_scratch(const ql_shape *shape) {
     return sizeof(scratch);
 }
 
-ql_status ql_attention_host(ql_dev *dev, const ql_attention_args *a) {
+ql_status ql_attention_host_walk(ql_dev *dev, const ql_attention_args *a, const ql_attention_variant *variant) {
     const ql_batch *batch = a->batch;
     const ql_kv_cache *cache = a->cache;
     scratch *x = dev->scratch;
@@ -184,20 +181,20 @@ ql_status ql_attention_host(ql_dev *dev, const ql_attention_args *a) {
                 for (int32_t pos = 0; pos <= last; pos += QL_PAGE) {
                     int32_t n = last - pos < QL_PAGE ? last - pos + 1 : QL_PAGE;
                     int64_t at = cache_row(cache, page[pos / QL_PAGE], kv - a->kv_head0, 0);
-                    load(cache->type, cache->k, cache->k_scale, at, n * D, x->k[0]);
-                    load(cache->type, cache->v, cache->v_scale, at, n * D, x->v[0]);
+                    variant->load(cache->type, cache->k, cache->k_scale, at, n * D, x->k);
+                    variant->load(cache->type, cache->v, cache->v_scale, at, n * D, x->v);
                     for (int64_t p = p0; p < p1; p++) {
                         int64_t row = row0 + p / n_head;
                         int32_t n_seen = batch->seg_pos[s] + (int32_t)(p / n_head) - pos + 1;
                         if (n_seen > 0) {
-                            block(a->q + (row * a->n_head + h0 + p % n_head) * D, x->k, x->v, n_seen < n ? n_seen : n,
-                                  pos == 0, &x->fold[p - p0]);
+                            variant->block(a->q + (row * a->n_head + h0 + p % n_head) * D, x->k, x->v,
+                                           n_seen < n ? n_seen : n, pos == 0, &x->fold[p - p0]);
                         }
                     }
                 }
                 for (int64_t p = p0; p < p1; p++) {
                     int64_t h = (row0 + p / n_head) * a->n_head + h0 + p % n_head;
-                    const fold *f = &x->fold[p - p0];
+                    const ql_attention_fold *f = &x->fold[p - p0];
                     const float *gate = a->qg + h * 2 * D + D;
                     for (int32_t c = 0; c < D; c++) {
                         a->o[h * D + c] = (f->o[c] / f->sum) * (1.0f / (1.0f + expf(-gate[c])));
@@ -207,4 +204,9 @@ ql_status ql_attention_host(ql_dev *dev, const ql_attention_args *a) {
         }
     }
     return QL_OK;
+}
+
+ql_status ql_attention_host(ql_dev *dev, const ql_attention_args *a) {
+    static const ql_attention_variant twin = {load, block};
+    return ql_attention_host_walk(dev, a, &twin);
 }

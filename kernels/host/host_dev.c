@@ -62,8 +62,20 @@ static const host_level levels[] = {
         .sample = ql_sample_host,
     },
 #if defined(__x86_64__)
-    {.name = "avx2", .supported = has_avx2, .linear = ql_linear_avx2},
-    {.name = "avx512", .supported = has_avx512, .linear = ql_linear_avx512},
+    {
+        .name = "avx2",
+        .supported = has_avx2,
+        .linear = ql_linear_avx2,
+        .gdn = ql_gdn_avx2,
+        .attention = ql_attention_avx2,
+    },
+    {
+        .name = "avx512",
+        .supported = has_avx512,
+        .linear = ql_linear_avx512,
+        .gdn = ql_gdn_avx512,
+        .attention = ql_attention_avx512,
+    },
 #endif
 };
 

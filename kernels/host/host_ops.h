@@ -32,6 +32,10 @@ size_t ql_attention_host_scratch(const ql_shape *shape);
 /* variants */
 ql_status ql_linear_avx2(ql_dev *dev, const ql_linear_args *a);
 ql_status ql_linear_avx512(ql_dev *dev, const ql_linear_args *a);
+ql_status ql_gdn_avx2(ql_dev *dev, const ql_gdn_args *a);
+ql_status ql_gdn_avx512(ql_dev *dev, const ql_gdn_args *a);
+ql_status ql_attention_avx2(ql_dev *dev, const ql_attention_args *a);
+ql_status ql_attention_avx512(ql_dev *dev, const ql_attention_args *a);
 
 /* weights, shared by all host levels (host_weight.c) */
 void ql_host_weight_bytes(ql_qformat format, int32_t n, int32_t k, int32_t row_off, int32_t col_off,
