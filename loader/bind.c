@@ -8,8 +8,15 @@
 
 /* What a module's tensors are called after its path. */
 typedef enum component {
-    C_WEIGHT, C_PACKED, C_SCALE, C_SCALE_INV, C_GLOBAL, C_SCALE_2,
-    C_INPUT_SCALE, C_INPUT_GLOBAL, C_COUNT
+    C_WEIGHT,
+    C_PACKED,
+    C_SCALE,
+    C_SCALE_INV,
+    C_GLOBAL,
+    C_SCALE_2,
+    C_INPUT_SCALE,
+    C_INPUT_GLOBAL,
+    C_COUNT
 } component;
 
 static const char *const component_name[C_COUNT] = {
@@ -29,8 +36,8 @@ typedef struct slot {
 
 typedef struct binder {
     ql_checkpoint *c;
-    slot *slot;          /* [n_layer + 2][QL_ROLE_COUNT]: layers, the MTP layer, roles outside layers */
-    const char *prefix;  /* of the first decoder tensor, for messages about missing ones */
+    slot *slot;         /* [n_layer + 2][QL_ROLE_COUNT]: layers, the MTP layer, roles outside layers */
+    const char *prefix; /* of the first decoder tensor, for messages about missing ones */
     int32_t n_plain_unexpected;
     char first_unexpected[512];
     int32_t n_vision, n_input_scale, n_kv_scale;
@@ -40,7 +47,9 @@ typedef struct binder {
 static int32_t mtp_row(const binder *b) { return b->c->config.n_layer; }
 static int32_t outside_row(const binder *b) { return b->c->config.n_layer + 1; }
 
-static slot *slot_of(const binder *b, int32_t row, ql_role role) { return &b->slot[(size_t)row * QL_ROLE_COUNT + role]; }
+static slot *slot_of(const binder *b, int32_t row, ql_role role) {
+    return &b->slot[(size_t)row * QL_ROLE_COUNT + role];
+}
 
 static const ql_tensor *tensor_at(const binder *b, const slot *s, component k) {
     return s->at[k] ? b->c->tensor[s->at[k] - 1] : NULL;
@@ -242,7 +251,8 @@ static ql_status fail_missing(const binder *b, int32_t row, ql_role role, ql_err
              info->path, info->linear ? ".weight" : "");
     for (int32_t i = 0; i < c->n_tensor; i++) {
         if (strcmp(c->tensor[i]->name, name) == 0) { /* only a left out one can be here */
-            return ql_fail(err, QL_ERR_MODEL, "the model needs \"%s\"; %s has it, but the index does not place it there", name,
+            return ql_fail(err, QL_ERR_MODEL,
+                           "the model needs \"%s\"; %s has it, but the index does not place it there", name,
                            c->file[c->tensor[i]->file].base);
         }
     }
@@ -270,7 +280,8 @@ static ql_status bind_plain(binder *b, int32_t row, ql_role role, void *base, ql
         return fail_missing(b, row, role, err);
     }
     if (!ql_dtype_is_plain(t->dtype)) {
-        return ql_fail(err, QL_ERR_MODEL, "\"%s\" is %s; accepted are BF16, F16 and F32", t->name, ql_dtype_name(t->dtype));
+        return ql_fail(err, QL_ERR_MODEL, "\"%s\" is %s; accepted are BF16, F16 and F32", t->name,
+                       ql_dtype_name(t->dtype));
     }
     int64_t shape[3];
     int32_t rank = ql_role_shape(&b->c->config, role, shape);
@@ -287,7 +298,8 @@ static ql_status bind_plain(binder *b, int32_t row, ql_role role, void *base, ql
 /* ---- linears -------------------------------------------------------------------------------------------------- */
 
 /* Components that the chosen format does not consume must not exist. */
-static ql_status check_leftover(const binder *b, const slot *s, const ql_tensor *weight, unsigned consumed, ql_error *err) {
+static ql_status check_leftover(const binder *b, const slot *s, const ql_tensor *weight, unsigned consumed,
+                                ql_error *err) {
     for (int k = 0; k < C_INPUT_SCALE; k++) {
         const ql_tensor *t = tensor_at(b, s, (component)k);
         if (t && !(consumed & (1u << k))) {
@@ -302,8 +314,8 @@ static ql_status need(const binder *b, const slot *s, component k, const ql_tens
                       const ql_tensor **out, ql_error *err) {
     *out = tensor_at(b, s, k);
     if (!*out) {
-        return ql_fail(err, QL_ERR_MODEL, "\"%s\" is %s (%s) but its %s is missing; a scale is never assumed", weight->name,
-                       ql_dtype_name(weight->dtype), format, component_name[k]);
+        return ql_fail(err, QL_ERR_MODEL, "\"%s\" is %s (%s) but its %s is missing; a scale is never assumed",
+                       weight->name, ql_dtype_name(weight->dtype), format, component_name[k]);
     }
     return QL_OK;
 }
@@ -323,7 +335,8 @@ static ql_status check_factor(const ql_tensor *t, ql_error *err) {
     return QL_OK;
 }
 
-static ql_status bind_nvfp4(const binder *b, const slot *s, ql_linear *l, component weight, component factor, ql_error *err) {
+static ql_status bind_nvfp4(const binder *b, const slot *s, ql_linear *l, component weight, component factor,
+                            ql_error *err) {
     l->weight = tensor_at(b, s, weight);
     l->format = QL_FORMAT_NVFP4;
     l->factor_divides = factor == C_GLOBAL;
@@ -377,9 +390,10 @@ static ql_status bind_fp8(const binder *b, const slot *s, ql_linear *l, ql_error
         return fail_shape(scale, 2, block, err);
     } else {
         char text[192];
-        return ql_fail(err, QL_ERR_MODEL,
-                       "\"%s\" has shape %s; accepted are [%d, 1] or [%d] (rows), [] or [1] (tensor), [%lld, %lld] (blocks)",
-                       scale->name, ql_tensor_shape_text(scale, text), l->n, l->n, (long long)block[0], (long long)block[1]);
+        return ql_fail(
+            err, QL_ERR_MODEL,
+            "\"%s\" has shape %s; accepted are [%d, 1] or [%d] (rows), [] or [1] (tensor), [%lld, %lld] (blocks)",
+            scale->name, ql_tensor_shape_text(scale, text), l->n, l->n, (long long)block[0], (long long)block[1]);
     }
     return QL_OK;
 }
@@ -394,8 +408,10 @@ static ql_status decide_format(const binder *b, int32_t row, ql_role role, ql_li
         for (int k = 0; k < C_COUNT; k++) {
             const ql_tensor *t = tensor_at(b, s, (component)k);
             if (t) {
-                return ql_fail(err, QL_ERR_MODEL, "\"%s\" belongs to no weight: the checkpoint has neither %s.weight nor "
-                               "%s.weight_packed", t->name, l->module, l->module);
+                return ql_fail(err, QL_ERR_MODEL,
+                               "\"%s\" belongs to no weight: the checkpoint has neither %s.weight nor "
+                               "%s.weight_packed",
+                               t->name, l->module, l->module);
             }
         }
         return fail_missing(b, row, role, err);
@@ -407,8 +423,9 @@ static ql_status decide_format(const binder *b, int32_t row, ql_role role, ql_li
     case QL_DTYPE_F16: l->format = QL_FORMAT_F16; break;
     case QL_DTYPE_F32: l->format = QL_FORMAT_F32; break;
     default:
-        return ql_fail(err, QL_ERR_MODEL, "\"%s\" is %s; accepted for weights are BF16, F16, F32, F8_E4M3 and U8 (nvfp4)",
-                       l->weight->name, ql_dtype_name(l->weight->dtype));
+        return ql_fail(err, QL_ERR_MODEL,
+                       "\"%s\" is %s; accepted for weights are BF16, F16, F32, F8_E4M3 and U8 (nvfp4)", l->weight->name,
+                       ql_dtype_name(l->weight->dtype));
     }
     QL_TRY(check_leftover(b, s, l->weight, 1u << C_WEIGHT, err));
     return check_weight_shape(l->weight, l->n, l->k, err);
@@ -439,7 +456,7 @@ static ql_status cross_check(binder *b, const ql_linear *l, const char **reason,
         }
         *reason = ql_checkpoint_text(b->c, "stored plain although %s says %s", rule, expect_name[expect]);
     } else {
-        *reason = ql_checkpoint_text(b->c, "stored so; configuration agrees: %s", rule);
+        *reason = ql_checkpoint_text(b->c, "as stored; %s agrees", rule);
     }
     return *reason ? QL_OK : ql_fail(err, QL_ERR_MEMORY, "no host memory for the decision table");
 }
@@ -466,7 +483,8 @@ static ql_status bind_linear(binder *b, int32_t row, ql_role role, void *base, q
         ql_tensor_info *t = &c->info[s->at[k] - 1];
         if (k >= C_INPUT_SCALE) {
             b->n_input_scale++;
-            ql_checkpoint_leave_out(c, s->at[k] - 1, "scale of quantized activations; not needed, activations stay wide");
+            ql_checkpoint_leave_out(c, s->at[k] - 1,
+                                    "scale of quantized activations; not needed, activations stay wide");
         } else {
             const ql_tensor *tensor = c->tensor[s->at[k] - 1];
             t->role = tensor == l->weight ? info->kind : tensor == l->factor ? "factor" : "scale";
@@ -504,7 +522,8 @@ static ql_status bind_head(binder *b, ql_error *err) {
     ql_checkpoint *c = b->c;
     if (!is_empty(slot_of(b, outside_row(b), QL_ROLE_LM_HEAD))) {
         if (c->config.tied) {
-            QL_TRY(ql_checkpoint_add_note(c, err, "tie_word_embeddings is true, yet lm_head is stored; the stored head is used"));
+            QL_TRY(ql_checkpoint_add_note(
+                c, err, "tie_word_embeddings is true, yet lm_head is stored; the stored head is used"));
         }
         c->config.tied = false;
         return bind_role(b, outside_row(b), QL_ROLE_LM_HEAD, c, err);
@@ -550,12 +569,14 @@ static ql_status bind_mtp(binder *b, ql_error *err) {
         char path[64];
         missing++;
         if (len < sizeof list) {
-            len += (size_t)snprintf(list + len, sizeof list - len, "%s%s%s", len ? ", " : "",
-                                    row_path(b, row, (ql_role)role, path, sizeof path), ql_role_get((ql_role)role)->path);
+            len +=
+                (size_t)snprintf(list + len, sizeof list - len, "%s%s%s", len ? ", " : "",
+                                 row_path(b, row, (ql_role)role, path, sizeof path), ql_role_get((ql_role)role)->path);
         }
     }
     if (there == 0) {
-        return c->config.n_mtp_layer ? ql_checkpoint_add_note(c, err, "mtp_num_hidden_layers is 1, but there are no mtp.* "
+        return c->config.n_mtp_layer ? ql_checkpoint_add_note(c, err,
+                                                              "mtp_num_hidden_layers is 1, but there are no mtp.* "
                                                               "tensors; multi-token prediction is not available")
                                      : QL_OK;
     }
@@ -564,7 +585,8 @@ static ql_status bind_mtp(binder *b, ql_error *err) {
                        there + missing, list);
     }
     if (c->config.n_mtp_layer == 0) {
-        QL_TRY(ql_checkpoint_add_note(c, err, "mtp_num_hidden_layers is 0, yet the mtp.* tensors are there; they can be used"));
+        QL_TRY(ql_checkpoint_add_note(c, err,
+                                      "mtp_num_hidden_layers is 0, yet the mtp.* tensors are there; they can be used"));
     }
     c->has_mtp = true;
     c->mtp.layer.full_attention = true;
@@ -579,19 +601,23 @@ static ql_status bind_mtp(binder *b, ql_error *err) {
 static ql_status add_notes(binder *b, ql_error *err) {
     ql_checkpoint *c = b->c;
     if (b->n_plain_unexpected) {
-        QL_TRY(ql_checkpoint_add_note(c, err, "%d linears are stored plain where the configuration says quantized (first: %s); "
-                                      "loaded as stored", b->n_plain_unexpected, b->first_unexpected));
+        QL_TRY(ql_checkpoint_add_note(c, err,
+                                      "%d linears are stored plain where the configuration says quantized (first: %s); "
+                                      "loaded as stored",
+                                      b->n_plain_unexpected, b->first_unexpected));
     }
     if (b->n_vision) {
-        QL_TRY(ql_checkpoint_add_note(c, err, "%d vision tensor%s (%llu bytes) not loaded", b->n_vision, b->n_vision == 1 ? "" : "s",
-                                      (unsigned long long)b->vision_bytes));
+        QL_TRY(ql_checkpoint_add_note(c, err, "%d vision tensor%s (%llu bytes) not loaded", b->n_vision,
+                                      b->n_vision == 1 ? "" : "s", (unsigned long long)b->vision_bytes));
     }
     if (b->n_input_scale) {
-        QL_TRY(ql_checkpoint_add_note(c, err, "%d scales of quantized activations (input_scale, input_global_scale) are not used",
-                                      b->n_input_scale));
+        QL_TRY(ql_checkpoint_add_note(
+            c, err, "%d scales of quantized activations (input_scale, input_global_scale) are not used",
+            b->n_input_scale));
     }
     if (b->n_kv_scale) {
-        QL_TRY(ql_checkpoint_add_note(c, err, "%d scales of an FP8 KV cache (k_scale, v_scale) are not used", b->n_kv_scale));
+        QL_TRY(ql_checkpoint_add_note(c, err, "%d scales of an FP8 KV cache (k_scale, v_scale) are not used",
+                                      b->n_kv_scale));
     }
     return QL_OK;
 }

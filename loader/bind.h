@@ -8,7 +8,7 @@
 /* Texts that live as long as the checkpoint. */
 struct ql_owned {
     ql_quant *quant;
-    char *index;              /* path of the index, or NULL */
+    char *index; /* path of the index, or NULL */
     struct ql_text_block *texts;
 };
 

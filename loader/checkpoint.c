@@ -112,7 +112,8 @@ static ql_status summarize(ql_checkpoint *c, ql_error *err) {
     snprintf(s->architecture, sizeof s->architecture, "%s", cfg->architecture);
     snprintf(s->scheme, sizeof s->scheme, "%s", ql_quant_text(c->owned->quant));
     char path[4096];
-    s->has_tokenizer = snprintf(path, sizeof path, "%s/tokenizer.json", c->dir) < (int)sizeof path && ql_file_exists(path);
+    s->has_tokenizer =
+        snprintf(path, sizeof path, "%s/tokenizer.json", c->dir) < (int)sizeof path && ql_file_exists(path);
     for (int32_t i = 0; i < c->n_tensor; i++) {
         if (ql_checkpoint_is_left_out(c, i)) {
             s->n_ignored++;

@@ -15,13 +15,14 @@
 
 /* A linear weight with its scales. */
 typedef struct ql_linear {
-    char module[160];          /* path without prefix aliases: "layers.3.mlp.up_proj", "lm_head", "mtp.fc" */
+    char module[160]; /* path without prefix aliases: "layers.3.mlp.up_proj", "lm_head", "mtp.fc" */
     ql_qformat format;
-    int32_t n, k;              /* rows (out), columns (in) of the whole matrix */
+    int32_t n, k; /* rows (out), columns (in) of the whole matrix */
     const ql_tensor *weight;
-    const ql_tensor *scale;    /* FP8_CHANNEL [n,1] or [n]; FP8_BLOCK [ceil n/128, ceil k/128]; NVFP4 E4M3 [n,k/16]; else NULL */
-    const ql_tensor *factor;   /* FP8_TENSOR and NVFP4: one number; else NULL */
-    bool factor_divides;       /* compressed-tensors' weight_global_scale: w = ... / factor */
+    const ql_tensor
+        *scale; /* FP8_CHANNEL [n,1] or [n]; FP8_BLOCK [ceil n/128, ceil k/128]; NVFP4 E4M3 [n,k/16]; else NULL */
+    const ql_tensor *factor; /* FP8_TENSOR and NVFP4: one number; else NULL */
+    bool factor_divides;     /* compressed-tensors' weight_global_scale: w = ... / factor */
 } ql_linear;
 
 typedef struct ql_layer {
@@ -29,22 +30,22 @@ typedef struct ql_layer {
     const ql_tensor *input_norm, *post_norm; /* [H] */
     ql_linear gate, up, down;
     /* full attention */
-    ql_linear q, k, v, o;                    /* q: query and gate interleaved per head, [n_head * 512, H] */
-    const ql_tensor *q_norm, *k_norm;        /* [256] */
+    ql_linear q, k, v, o;             /* q: query and gate interleaved per head, [n_head * 512, H] */
+    const ql_tensor *q_norm, *k_norm; /* [256] */
     /* GatedDeltaNet */
     ql_linear in_qkv, in_z, in_b, in_a, out;
-    const ql_tensor *conv;                   /* [channels, 1, 4] */
-    const ql_tensor *a_log, *dt_bias;        /* [n_value_head] */
-    const ql_tensor *gdn_norm;               /* [128] */
+    const ql_tensor *conv;            /* [channels, 1, 4] */
+    const ql_tensor *a_log, *dt_bias; /* [n_value_head] */
+    const ql_tensor *gdn_norm;        /* [128] */
 } ql_layer;
 
 struct ql_checkpoint {
-    char *dir;                     /* resolved directory */
+    char *dir; /* resolved directory */
     ql_config config;
     ql_safetensors *file;
     int32_t n_file;
-    const ql_tensor **tensor;      /* all tensors of all files, in name order */
-    ql_tensor_info *info;          /* the decision table, parallel to tensor */
+    const ql_tensor **tensor; /* all tensors of all files, in name order */
+    ql_tensor_info *info;     /* the decision table, parallel to tensor */
     int32_t n_tensor;
     char **note;
     int32_t n_note;
@@ -53,12 +54,12 @@ struct ql_checkpoint {
     ql_layer *layer;               /* config.n_layer of them */
     bool has_mtp;
     struct {
-        ql_linear fc;              /* [H, 2H], columns of the embedding first */
+        ql_linear fc; /* [H, 2H], columns of the embedding first */
         const ql_tensor *norm_embedding, *norm_hidden, *norm;
         ql_layer layer;
     } mtp;
     ql_checkpoint_info summary;
-    struct ql_owned *owned;        /* what info and notes point at */
+    struct ql_owned *owned; /* what info and notes point at */
 };
 
 /* Finds the directory behind a path or Hub id ("org/name" in HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub; the
@@ -69,10 +70,10 @@ ql_status ql_model_dir(const char *model, char **dir, ql_error *err);
 enum { QL_LAYER_NONE = -1, QL_LAYER_MTP = -2 };
 
 typedef struct ql_visit {
-    int32_t layer;            /* 0 to n_layer-1, QL_LAYER_MTP, or QL_LAYER_NONE outside layers */
+    int32_t layer; /* 0 to n_layer-1, QL_LAYER_MTP, or QL_LAYER_NONE outside layers */
     ql_role role;
-    ql_part part;             /* for ql_shard_cut */
-    const ql_linear *linear;  /* exactly one of these two is set */
+    ql_part part;            /* for ql_shard_cut */
+    const ql_linear *linear; /* exactly one of these two is set */
     const ql_tensor *tensor;
 } ql_visit;
 

@@ -38,8 +38,9 @@ static ql_status parse_architecture(const json_t *root, const char *what, ql_con
             return QL_OK;
         }
     }
-    return ql_fail(err, QL_ERR_MODEL, "%s: the architecture \"%.64s\" is not supported; supported are %s and %s (dense text)",
-                   what, name ? name : "", architectures[0], architectures[1]);
+    return ql_fail(err, QL_ERR_MODEL,
+                   "%s: the architecture \"%.64s\" is not supported; supported are %s and %s (dense text)", what,
+                   name ? name : "", architectures[0], architectures[1]);
 }
 
 /* ---- rope ----------------------------------------------------------------------------------------------------- */
@@ -64,8 +65,9 @@ static ql_status check_rope_keys(const json_t *text, const char *what, const cha
     json_object_foreach((json_t *)text, key, v) {
         if (is_rope_key(key) && strcmp(key, "rope_parameters") != 0 && strcmp(key, "rope_scaling") != 0 &&
             strcmp(key, "rope_theta") != 0 && strcmp(key, "partial_rotary_factor") != 0) {
-            return ql_fail(err, QL_ERR_MODEL, "%s: %s%.64s is misplaced or unknown; rope settings belong into %srope_parameters",
-                           what, where, key, where);
+            return ql_fail(err, QL_ERR_MODEL,
+                           "%s: %s%.64s is misplaced or unknown; rope settings belong into %srope_parameters", what,
+                           where, key, where);
         }
     }
     return QL_OK;
@@ -137,15 +139,15 @@ static ql_status parse_rope_object(const json_t *rope, const char *what, bool ya
     if (!json_is_object(rope)) {
         return ql_fail(err, QL_ERR_MODEL, "%s must be an object", what);
     }
-    static const char *const plain[] = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section",
-                                        "mrope_interleaved"};
+    static const char *const plain[] = {
+        "rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"};
     static const char *const yarn[] = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"};
     const char *type;
     QL_TRY(rope_type(rope, what, &type, err));
     const bool is_yarn = strcmp(type, "yarn") == 0;
     if (!is_yarn && strcmp(type, "default") != 0) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: rope_type \"%.64s\" is not supported; supported are \"default\" and \"yarn\"",
-                       what, type);
+        return ql_fail(err, QL_ERR_MODEL,
+                       "%s: rope_type \"%.64s\" is not supported; supported are \"default\" and \"yarn\"", what, type);
     }
     if (is_yarn && !yarn_allowed) {
         return ql_fail(err, QL_ERR_MODEL, "%s: yarn is accepted in rope_parameters only", what);
@@ -185,7 +187,8 @@ static ql_status check_mrope(const json_t *rope, const char *what, int32_t rotar
         sum += v;
     }
     if (sum != rotary_dim / 2) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: mrope_section must be a list that adds up to %d (half the rotary dimensions), not %lld",
+        return ql_fail(err, QL_ERR_MODEL,
+                       "%s: mrope_section must be a list that adds up to %d (half the rotary dimensions), not %lld",
                        what, rotary_dim / 2, (long long)sum);
     }
     return QL_OK;
@@ -212,22 +215,24 @@ static ql_status parse_rope(const json_t *text, const char *what, const char *wh
         }
     }
     if (json_is_number(json_object_get(text, "rope_theta")) && c->rope_theta != flat_theta) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: %srope_theta is %g but %srope_parameters says %g", what, where, flat_theta,
-                       where, c->rope_theta);
+        return ql_fail(err, QL_ERR_MODEL, "%s: %srope_theta is %g but %srope_parameters says %g", what, where,
+                       flat_theta, where, c->rope_theta);
     }
     if (json_is_number(json_object_get(text, "partial_rotary_factor")) && factor != flat_factor) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: %spartial_rotary_factor is %g but %srope_parameters says %g", what, where,
-                       flat_factor, where, factor);
+        return ql_fail(err, QL_ERR_MODEL, "%s: %spartial_rotary_factor is %g but %srope_parameters says %g", what,
+                       where, flat_factor, where, factor);
     }
     if (!(c->rope_theta > 1 && c->rope_theta <= 1e12)) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: rope_theta is %g; accepted are values over 1 up to 1e12", what, c->rope_theta);
+        return ql_fail(err, QL_ERR_MODEL, "%s: rope_theta is %g; accepted are values over 1 up to 1e12", what,
+                       c->rope_theta);
     }
     const double dim = factor * QL_HEAD_DIM;
     if (!(dim >= 2 && dim <= QL_HEAD_DIM) || fmod(dim, 2) != 0) {
-        return ql_fail(err, QL_ERR_MODEL,
-                       "%s: partial_rotary_factor %g of head_dim %d gives %g rotary dimensions; accepted are even numbers "
-                       "from 2 to %d",
-                       what, factor, QL_HEAD_DIM, dim, QL_HEAD_DIM);
+        return ql_fail(
+            err, QL_ERR_MODEL,
+            "%s: partial_rotary_factor %g of head_dim %d gives %g rotary dimensions; accepted are even numbers "
+            "from 2 to %d",
+            what, factor, QL_HEAD_DIM, dim, QL_HEAD_DIM);
     }
     c->rotary_dim = (int32_t)dim;
     for (int i = 0; i < 2; i++) {
@@ -269,12 +274,12 @@ static ql_status parse_sizes(const json_t *text, const char *what, ql_config *c,
                        c->hidden, c->intermediate);
     }
     if (c->n_head % c->n_kv_head) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: num_attention_heads %d is not a multiple of num_key_value_heads %d", what,
-                       c->n_head, c->n_kv_head);
+        return ql_fail(err, QL_ERR_MODEL, "%s: num_attention_heads %d is not a multiple of num_key_value_heads %d",
+                       what, c->n_head, c->n_kv_head);
     }
     if (c->n_value_head % c->n_key_head) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: linear_num_value_heads %d is not a multiple of linear_num_key_heads %d", what,
-                       c->n_value_head, c->n_key_head);
+        return ql_fail(err, QL_ERR_MODEL, "%s: linear_num_value_heads %d is not a multiple of linear_num_key_heads %d",
+                       what, c->n_value_head, c->n_key_head);
     }
     double eps = 1e-6;
     QL_TRY(ql_json_real(text, what, "rms_norm_eps", &eps, err));
@@ -328,7 +333,8 @@ static ql_status check_fixed(const json_t *text, const char *what, ql_error *err
     }
     QL_TRY(ql_json_str(text, what, "output_gate_type", &gate, err));
     if (strcmp(gate, "swish") != 0 && strcmp(gate, "silu") != 0) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: output_gate_type is \"%.64s\"; accepted are \"swish\" and \"silu\"", what, gate);
+        return ql_fail(err, QL_ERR_MODEL, "%s: output_gate_type is \"%.64s\"; accepted are \"swish\" and \"silu\"",
+                       what, gate);
     }
     const json_t *mlp_only = json_object_get(text, "mlp_only_layers");
     if (mlp_only && !json_is_null(mlp_only) && !(json_is_array(mlp_only) && json_array_size(mlp_only) == 0)) {
@@ -356,15 +362,15 @@ static ql_status parse_layers(const json_t *text, const char *what, ql_config *c
         return QL_OK;
     }
     if (!json_is_array(types) || json_array_size(types) != (size_t)c->n_layer) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: layer_types must list %d layers (num_hidden_layers), not %zu", what, c->n_layer,
-                       json_array_size(types));
+        return ql_fail(err, QL_ERR_MODEL, "%s: layer_types must list %d layers (num_hidden_layers), not %zu", what,
+                       c->n_layer, json_array_size(types));
     }
     for (int32_t i = 0; i < c->n_layer; i++) {
         const char *type = json_string_value(json_array_get(types, (size_t)i));
         if (!type || (strcmp(type, "linear_attention") != 0 && strcmp(type, "full_attention") != 0)) {
             return ql_fail(err, QL_ERR_MODEL,
-                           "%s: layer_types[%d] is \"%.64s\"; accepted are \"linear_attention\" and \"full_attention\"", what,
-                           i, type ? type : "no string");
+                           "%s: layer_types[%d] is \"%.64s\"; accepted are \"linear_attention\" and \"full_attention\"",
+                           what, i, type ? type : "no string");
         }
         c->full_attention[i] = type[0] == 'f';
     }
@@ -379,7 +385,8 @@ static ql_status add_eos(const json_t *v, const char *what, ql_config *c, ql_err
     }
     int64_t id = json_integer_value(v);
     if (id < 0 || id >= c->vocab) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: eos_token_id %lld is outside the vocabulary of %d", what, (long long)id, c->vocab);
+        return ql_fail(err, QL_ERR_MODEL, "%s: eos_token_id %lld is outside the vocabulary of %d", what, (long long)id,
+                       c->vocab);
     }
     if (c->n_eos == QL_MAX_EOS) {
         return ql_fail(err, QL_ERR_MODEL, "%s: more than %d ids in eos_token_id", what, QL_MAX_EOS);

@@ -12,11 +12,11 @@ enum { QL_HEAD_DIM = 256, QL_GDN_DIM = 128, QL_CONV_TAPS = 4 };
 typedef struct ql_config {
     char architecture[64]; /* "Qwen3_5ForConditionalGeneration" or "Qwen3_5ForCausalLM" */
     int32_t hidden, n_layer, intermediate, vocab;
-    int32_t n_head, n_kv_head;          /* attention: query heads, key/value heads */
-    int32_t n_key_head, n_value_head;   /* GatedDeltaNet */
-    int32_t rotary_dim;                 /* head_dim * partial_rotary_factor, even */
+    int32_t n_head, n_kv_head;        /* attention: query heads, key/value heads */
+    int32_t n_key_head, n_value_head; /* GatedDeltaNet */
+    int32_t rotary_dim;               /* head_dim * partial_rotary_factor, even */
     double rope_theta;
-    double yarn_factor;                 /* 1: none */
+    double yarn_factor; /* 1: none */
     int32_t yarn_original_ctx;
     float rms_eps;
     int32_t max_ctx;                    /* max_position_embeddings */
@@ -27,8 +27,8 @@ typedef struct ql_config {
 
     /* generation_config.json, else config.json */
     int32_t eos[QL_MAX_EOS], n_eos;
-    bool do_sample;                     /* false: greedy by default */
-    float temperature, top_p;           /* defaults for requests that ask for the model's sampling */
+    bool do_sample;           /* false: greedy by default */
+    float temperature, top_p; /* defaults for requests that ask for the model's sampling */
     int32_t top_k;
 } ql_config;
 

@@ -45,8 +45,10 @@ static ql_status hub_dir(const char *root, const char *model, bool *found, char 
     } else {
         snprintf(path, sizeof path, "%s/snapshots/%s", repo, revision);
         status = ql_dir_exists(path) ? dup_dir(path, dir, err)
-                                     : ql_fail(err, QL_ERR_MODEL, "%s: the snapshot %s is not in the cache; the download is "
-                                               "incomplete", repo, revision);
+                                     : ql_fail(err, QL_ERR_MODEL,
+                                               "%s: the snapshot %s is not in the cache; the download is "
+                                               "incomplete",
+                                               repo, revision);
     }
     free(revision);
     return status;
@@ -151,8 +153,8 @@ static ql_status fail_missing_shard(const ql_checkpoint *c, const json_t *map, c
             n++;
         }
     }
-    return ql_fail(err, QL_ERR_MODEL, "the shard %s is missing from %s; the index places %d tensors in it, %s first", file,
-                   c->dir, n, first);
+    return ql_fail(err, QL_ERR_MODEL, "the shard %s is missing from %s; the index places %d tensors in it, %s first",
+                   file, c->dir, n, first);
 }
 
 static ql_status open_indexed(ql_checkpoint *c, const json_t *map, ql_error *err) {
@@ -161,7 +163,8 @@ static ql_status open_indexed(ql_checkpoint *c, const json_t *map, ql_error *err
     QL_TRY(mapped_files(c, map, &files, &n, err));
     ql_status status = QL_OK;
     if (n > MAX_FILES) {
-        status = ql_fail(err, QL_ERR_MODEL, "%s names %d files; at most %d are accepted", c->owned->index, n, MAX_FILES);
+        status =
+            ql_fail(err, QL_ERR_MODEL, "%s names %d files; at most %d are accepted", c->owned->index, n, MAX_FILES);
         goto done;
     }
     QL_TRY_GOTO(ql_alloc(NULL, (size_t)n, sizeof *c->file, "the file table", (void **)&c->file, err), done);
@@ -177,9 +180,11 @@ static ql_status open_indexed(ql_checkpoint *c, const json_t *map, ql_error *err
     const char *name;
     json_t *v;
     json_object_foreach((json_t *)map, name, v) {
-        const char *const *at = bsearch(&(const char *){json_string_value(v)}, files, (size_t)n, sizeof *files, by_text);
+        const char *const *at =
+            bsearch(&(const char *){json_string_value(v)}, files, (size_t)n, sizeof *files, by_text);
         if (!ql_safetensors_find(&c->file[at - (const char *const *)files], name)) {
-            status = ql_fail(err, QL_ERR_MODEL, "the index places \"%s\" in %s, but that file's header lacks it", name, *at);
+            status =
+                ql_fail(err, QL_ERR_MODEL, "the index places \"%s\" in %s, but that file's header lacks it", name, *at);
             goto done;
         }
     }
@@ -236,13 +241,15 @@ static ql_status apply_allow_list(ql_checkpoint *c, const json_t *map, ql_error 
             const ql_tensor *t = c->tensor[i];
             const char *placed = json_string_value(json_object_get(map, t->name));
             if (t->file == f && (!placed || strcmp(placed, c->file[f].base) != 0)) {
-                ql_checkpoint_leave_out(c, i, placed ? "the index places this name in another file" : "not in the index");
+                ql_checkpoint_leave_out(c, i,
+                                        placed ? "the index places this name in another file" : "not in the index");
                 first = first ? first : t->name;
                 n++;
             }
         }
         if (n) {
-            QL_TRY(ql_checkpoint_add_note(c, err, "%s holds %d tensor%s that the index does not list there (%s%s); not loaded",
+            QL_TRY(ql_checkpoint_add_note(c, err,
+                                          "%s holds %d tensor%s that the index does not list there (%s%s); not loaded",
                                           c->file[f].base, n, n == 1 ? "" : "s", first, n == 1 ? "" : ", ..."));
         }
     }

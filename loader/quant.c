@@ -33,7 +33,8 @@ const char *const ql_decoder_prefixes[] = {"model.language_model.", "language_mo
 
 /* ---- building the list ---------------------------------------------------------------------------------------- */
 
-static ql_status add(ql_quant *q, entry_kind kind, ql_expect expect, const char *list, const char *pattern, ql_error *err) {
+static ql_status add(ql_quant *q, entry_kind kind, ql_expect expect, const char *list, const char *pattern,
+                     ql_error *err) {
     if (strlen(pattern) > MAX_PATTERN) {
         return ql_fail(err, QL_ERR_MODEL, "quantization_config: an entry of %zu bytes in %s; at most %d are accepted",
                        strlen(pattern), list, MAX_PATTERN);
@@ -64,12 +65,13 @@ static ql_status add(ql_quant *q, entry_kind kind, ql_expect expect, const char 
     int code;
     PCRE2_SIZE at;
     const uint32_t options = PCRE2_ANCHORED | PCRE2_UTF | PCRE2_NEVER_BACKSLASH_C;
-    e->regex = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, options, &code, &at, NULL);
+    e->regex = pcre2_compile((PCRE2_SPTR)pattern + strlen("re:"), PCRE2_ZERO_TERMINATED, options, &code, &at, NULL);
     if (!e->regex) {
         char text[128] = "";
         pcre2_get_error_message(code, (PCRE2_UCHAR *)text, sizeof text);
-        return ql_fail(err, QL_ERR_MODEL, "quantization_config: %s: the regular expression \"%.128s\" is wrong at %zu: %s",
-                       list, pattern, (size_t)at, text);
+        return ql_fail(err, QL_ERR_MODEL,
+                       "quantization_config: %s: the regular expression \"%.128s\" is wrong at %zu: %s", list, pattern,
+                       (size_t)at, text);
     }
     pcre2_jit_compile(e->regex, PCRE2_JIT_COMPLETE); /* where it cannot, matching interprets */
     return QL_OK;
@@ -79,7 +81,7 @@ typedef ql_status (*add_fn)(ql_quant *q, ql_expect expect, const char *list, con
 
 static ql_status add_target(ql_quant *q, ql_expect expect, const char *list, const char *pattern, ql_error *err) {
     if (strncmp(pattern, "re:", 3) == 0) {
-        return add(q, ENTRY_REGEX, expect, list, pattern + 3, err);
+        return add(q, ENTRY_REGEX, expect, list, pattern, err);
     }
     return add(q, strcmp(pattern, "Linear") == 0 ? ENTRY_CLASS_LINEAR : ENTRY_NAME, expect, list, pattern, err);
 }
@@ -93,8 +95,8 @@ static ql_status add_parent(ql_quant *q, ql_expect expect, const char *list, con
 }
 
 /* Adds each string of obj[key]; an absent list is empty. */
-static ql_status add_list(ql_quant *q, const json_t *obj, const char *key, const char *list, ql_expect expect, add_fn fn,
-                          ql_error *err) {
+static ql_status add_list(ql_quant *q, const json_t *obj, const char *key, const char *list, ql_expect expect,
+                          add_fn fn, ql_error *err) {
     const json_t *v = json_object_get(obj, key);
     if (!v || json_is_null(v)) {
         return QL_OK;
@@ -149,10 +151,11 @@ static ql_status group_expect(const json_t *group, const char *name, ql_expect *
         *expect = QL_EXPECT_NVFP4;
         return QL_OK;
     }
-    return ql_fail(err, QL_ERR_MODEL,
-                   "%s: %d-bit %s, strategy %.32s, group_size %d, %s is not supported; supported are symmetric 8-bit float "
-                   "by channel, tensor or block, and symmetric 4-bit float by tensor_group of 16",
-                   what, bits, type, strategy, group_size, symmetric ? "symmetric" : "asymmetric");
+    return ql_fail(
+        err, QL_ERR_MODEL,
+        "%s: %d-bit %s, strategy %.32s, group_size %d, %s is not supported; supported are symmetric 8-bit float "
+        "by channel, tensor or block, and symmetric 4-bit float by tensor_group of 16",
+        what, bits, type, strategy, group_size, symmetric ? "symmetric" : "asymmetric");
 }
 
 static ql_status open_compressed_tensors(ql_quant *q, const json_t *cfg, ql_error *err) {
@@ -203,18 +206,19 @@ static ql_status algorithm_expect(const char *algo, const char *where, ql_expect
             return QL_OK;
         }
     }
-    return ql_fail(err, QL_ERR_MODEL,
-                   "quantization_config: quant_algo \"%.64s\" of %.128s is not supported; supported are NVFP4, W4A16_NVFP4, "
-                   "FP8, FP8_PER_CHANNEL_PER_TOKEN and, for a whole model, MIXED_PRECISION",
-                   algo, where);
+    return ql_fail(
+        err, QL_ERR_MODEL,
+        "quantization_config: quant_algo \"%.64s\" of %.128s is not supported; supported are NVFP4, W4A16_NVFP4, "
+        "FP8, FP8_PER_CHANNEL_PER_TOKEN and, for a whole model, MIXED_PRECISION",
+        algo, where);
 }
 
 static ql_status check_group_size(const json_t *obj, const char *where, ql_expect expect, ql_error *err) {
     int32_t size = QL_NVFP4_GROUP;
     QL_TRY(ql_json_i32(obj, where, "group_size", INT32_MIN, INT32_MAX, &size, err));
     if (expect == QL_EXPECT_NVFP4 && size != QL_NVFP4_GROUP) {
-        return ql_fail(err, QL_ERR_MODEL, "quantization_config: group_size of %.128s is %d; accepted is %d", where, size,
-                       QL_NVFP4_GROUP);
+        return ql_fail(err, QL_ERR_MODEL, "quantization_config: group_size of %.128s is %d; accepted is %d", where,
+                       size, QL_NVFP4_GROUP);
     }
     return QL_OK;
 }
@@ -259,13 +263,15 @@ static ql_status open_fp8(ql_quant *q, const json_t *cfg, ql_error *err) {
     const char *fmt = "e4m3";
     QL_TRY(ql_json_str(cfg, "quantization_config", "fmt", &fmt, err));
     if (strcmp(fmt, "e4m3") != 0) {
-        return ql_fail(err, QL_ERR_MODEL, "quantization_config: fmt \"%.64s\" is not supported; supported is \"e4m3\"", fmt);
+        return ql_fail(err, QL_ERR_MODEL, "quantization_config: fmt \"%.64s\" is not supported; supported is \"e4m3\"",
+                       fmt);
     }
     const json_t *block = json_object_get(cfg, "weight_block_size");
     const bool has_block = block && !json_is_null(block);
     if (has_block && (json_array_size(block) != 2 || json_integer_value(json_array_get(block, 0)) != QL_FP8_BLOCK ||
                       json_integer_value(json_array_get(block, 1)) != QL_FP8_BLOCK)) {
-        return ql_fail(err, QL_ERR_MODEL, "quantization_config: weight_block_size [%lld, %lld] is not supported; supported is "
+        return ql_fail(err, QL_ERR_MODEL,
+                       "quantization_config: weight_block_size [%lld, %lld] is not supported; supported is "
                        "[%d, %d]",
                        (long long)json_integer_value(json_array_get(block, 0)),
                        (long long)json_integer_value(json_array_get(block, 1)), QL_FP8_BLOCK, QL_FP8_BLOCK);
@@ -297,10 +303,11 @@ static ql_status open_scheme(ql_quant *q, const json_t *cfg, ql_error *err) {
     if (method && strcmp(method, "fp8") == 0) {
         return open_fp8(q, cfg, err);
     }
-    return ql_fail(err, QL_ERR_MODEL,
-                   "quantization_config: quant_method \"%.64s\" is not supported; supported are compressed-tensors, modelopt "
-                   "and fp8",
-                   method ? method : "");
+    return ql_fail(
+        err, QL_ERR_MODEL,
+        "quantization_config: quant_method \"%.64s\" is not supported; supported are compressed-tensors, modelopt "
+        "and fp8",
+        method ? method : "");
 }
 
 ql_status ql_quant_open(ql_quant **quant, const json_t *quantization, ql_error *err) {
@@ -359,8 +366,8 @@ static ql_status matches(const ql_quant *q, const entry *e, const char *name, bo
         if (rc < 0 && rc != PCRE2_ERROR_NOMATCH) {
             char text[128] = "";
             pcre2_get_error_message(rc, (PCRE2_UCHAR *)text, sizeof text);
-            return ql_fail(err, QL_ERR_MODEL, "quantization_config: %.160s cannot be matched with %.160s: %s", e->rule, name,
-                           text);
+            return ql_fail(err, QL_ERR_MODEL, "quantization_config: %.160s cannot be matched with %.160s: %s", e->rule,
+                           name, text);
         }
         break;
     }

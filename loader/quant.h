@@ -24,7 +24,8 @@ typedef enum ql_expect { QL_EXPECT_PLAIN, QL_EXPECT_NVFP4, QL_EXPECT_FP8 } ql_ex
  * "no entry"), a constant owned by quant. The module is named as in ql_linear, without the decoder's prefix; entries are
  * tried on its name under every prefix that files use, so that renaming a checkpoint's tensors changes nothing. Fails
  * when a regular expression exceeds its match limit. */
-ql_status ql_quant_expect(const ql_quant *quant, const char *module, ql_expect *expect, const char **rule, ql_error *err);
+ql_status ql_quant_expect(const ql_quant *quant, const char *module, ql_expect *expect, const char **rule,
+                          ql_error *err);
 
 /* "compressed-tensors (2 groups)", "fp8 128x128", "modelopt NVFP4", "none". */
 const char *ql_quant_text(const ql_quant *quant);

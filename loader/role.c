@@ -11,7 +11,8 @@ static const ql_role_info roles[QL_ROLE_COUNT] = {
     [QL_ROLE_LM_HEAD] = {"lm_head", QL_PLACE_GLOBAL, true, QL_PART_VOCAB, "weight", GLOBAL(lm_head)},
 
     [QL_ROLE_INPUT_NORM] = {"input_layernorm.weight", QL_PLACE_LAYER, false, QL_PART_WHOLE, "norm", LAYER(input_norm)},
-    [QL_ROLE_POST_NORM] = {"post_attention_layernorm.weight", QL_PLACE_LAYER, false, QL_PART_WHOLE, "norm", LAYER(post_norm)},
+    [QL_ROLE_POST_NORM] = {"post_attention_layernorm.weight", QL_PLACE_LAYER, false, QL_PART_WHOLE, "norm",
+                           LAYER(post_norm)},
     [QL_ROLE_GATE] = {"mlp.gate_proj", QL_PLACE_LAYER, true, QL_PART_MLP, "weight", LAYER(gate)},
     [QL_ROLE_UP] = {"mlp.up_proj", QL_PLACE_LAYER, true, QL_PART_MLP, "weight", LAYER(up)},
     [QL_ROLE_DOWN] = {"mlp.down_proj", QL_PLACE_LAYER, true, QL_PART_DOWN, "weight", LAYER(down)},

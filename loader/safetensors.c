@@ -111,10 +111,10 @@ static ql_status parse_tensor(ql_tensor *t, const json_t *entry, const char *wha
                        ql_dtype_name(t->dtype), ql_tensor_shape_text(t, text));
     }
     if (bits / 8 != end - begin) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": %s %s needs %llu bytes, but data_offsets [%llu, %llu] give %llu",
-                       what, t->name, ql_dtype_name(t->dtype), ql_tensor_shape_text(t, text),
-                       (unsigned long long)(bits / 8), (unsigned long long)begin, (unsigned long long)end,
-                       (unsigned long long)(end - begin));
+        return ql_fail(err, QL_ERR_MODEL,
+                       "%s: tensor \"%s\": %s %s needs %llu bytes, but data_offsets [%llu, %llu] give %llu", what,
+                       t->name, ql_dtype_name(t->dtype), ql_tensor_shape_text(t, text), (unsigned long long)(bits / 8),
+                       (unsigned long long)begin, (unsigned long long)end, (unsigned long long)(end - begin));
     }
     t->offset = begin; /* relative to the data section until the layout is known to fit */
     t->bytes = end - begin;
@@ -129,8 +129,8 @@ static ql_status check_metadata(const json_t *meta, const char *what, ql_error *
     json_t *v;
     json_object_foreach((json_t *)meta, key, v) {
         if (!json_is_string(v)) {
-            return ql_fail(err, QL_ERR_MODEL, "%s: __metadata__ must be an object of strings; \"%.64s\" is not one", what,
-                           key);
+            return ql_fail(err, QL_ERR_MODEL, "%s: __metadata__ must be an object of strings; \"%.64s\" is not one",
+                           what, key);
         }
     }
     return QL_OK;
@@ -147,7 +147,9 @@ static int by_offset(const void *a, const void *b) {
     return x->bytes != y->bytes ? (x->bytes < y->bytes ? -1 : 1) : strcmp(x->name, y->name);
 }
 
-static int by_name(const void *a, const void *b) { return strcmp(((const ql_tensor *)a)->name, ((const ql_tensor *)b)->name); }
+static int by_name(const void *a, const void *b) {
+    return strcmp(((const ql_tensor *)a)->name, ((const ql_tensor *)b)->name);
+}
 
 /* Needs the tensors in offset order. `data` bytes follow the header. */
 static ql_status check_layout(const ql_tensor *tensor, int32_t n, const char *what, uint64_t data, ql_error *err) {
@@ -169,8 +171,8 @@ static ql_status check_layout(const ql_tensor *tensor, int32_t n, const char *wh
                            tensor[i - 1].name, t->name, (unsigned long long)t->offset);
         }
         if (t->offset > at) {
-            return ql_fail(err, QL_ERR_MODEL, "%s: a hole of %llu bytes before tensor \"%s\" belongs to no tensor", what,
-                           (unsigned long long)(t->offset - at), t->name);
+            return ql_fail(err, QL_ERR_MODEL, "%s: a hole of %llu bytes before tensor \"%s\" belongs to no tensor",
+                           what, (unsigned long long)(t->offset - at), t->name);
         }
         at += t->bytes;
     }
@@ -234,8 +236,8 @@ static ql_status parse_entries(ql_safetensors *st, const json_t *root, const cha
     json_object_foreach((json_t *)root, key, v) {
         size_t len = strlen(key);
         if (len == 0 || len > MAX_NAME) {
-            return ql_fail(err, QL_ERR_MODEL, "%s: a tensor name of %zu bytes (\"%.40s...\"); accepted are 1 to %d", what,
-                           len, key, MAX_NAME);
+            return ql_fail(err, QL_ERR_MODEL, "%s: a tensor name of %zu bytes (\"%.40s...\"); accepted are 1 to %d",
+                           what, len, key, MAX_NAME);
         }
         name_bytes += len + 1;
         n++;
@@ -268,7 +270,8 @@ ql_status ql_safetensors_parse(ql_safetensors *st, const char *what, const uint8
     }
     static const char pointer[] = "version https://git-lfs";
     if (head_bytes >= sizeof pointer - 1 && memcmp(head, pointer, sizeof pointer - 1) == 0) {
-        return ql_fail(err, QL_ERR_MODEL, "%s is a git-lfs pointer, not the file itself; fetch it with git lfs pull", what);
+        return ql_fail(err, QL_ERR_MODEL, "%s is a git-lfs pointer, not the file itself; fetch it with git lfs pull",
+                       what);
     }
     uint64_t len = 0;
     for (int i = 0; i < PREFIX; i++) {

@@ -13,24 +13,24 @@
 enum { QL_MAX_RANK = 8 };
 
 typedef struct ql_tensor {
-    const char *name;          /* owned by its file object */
+    const char *name; /* owned by its file object */
     ql_dtype dtype;
-    int32_t rank;              /* 0: a scalar */
+    int32_t rank; /* 0: a scalar */
     int64_t shape[QL_MAX_RANK];
     int64_t n_elem;
-    const uint8_t *data;       /* in the mapping; any alignment; NULL when only a header was parsed */
-    uint64_t offset, bytes;    /* place in the file */
-    int32_t file;              /* index of the file within its checkpoint */
+    const uint8_t *data;    /* in the mapping; any alignment; NULL when only a header was parsed */
+    uint64_t offset, bytes; /* place in the file */
+    int32_t file;           /* index of the file within its checkpoint */
 } ql_tensor;
 
 typedef struct ql_safetensors {
     char *path;
-    const char *base;   /* base name, inside path */
-    uint8_t *map;       /* the whole file; NULL when only a header was parsed */
+    const char *base; /* base name, inside path */
+    uint8_t *map;     /* the whole file; NULL when only a header was parsed */
     uint64_t map_bytes;
-    ql_tensor *tensor;  /* in name order */
+    ql_tensor *tensor; /* in name order */
     int32_t n_tensor;
-    char *names;        /* storage behind tensor[].name */
+    char *names; /* storage behind tensor[].name */
 } ql_safetensors;
 
 /* Maps `path` read-only. `file` is stored in each tensor. */

@@ -13,21 +13,21 @@ enum { QL_VOCAB_SLICES = 8 };
 
 typedef struct ql_shard {
     int32_t lane, n_lane;
-    int32_t slice0, slice1;   /* canonical slices */
-    int32_t q0, q1;           /* query heads */
-    int32_t kv0, kv1;         /* key/value heads; query head h uses h / (n_head / n_kv_head) */
-    int32_t v0, v1;           /* GatedDeltaNet value heads */
-    int32_t k0, k1;           /* GatedDeltaNet key heads; value head j uses j / (n_value_head / n_key_head) */
-    int32_t m0, m1;           /* MLP channels */
-    int32_t vocab0, vocab1;   /* vocabulary rows */
+    int32_t slice0, slice1; /* canonical slices */
+    int32_t q0, q1;         /* query heads */
+    int32_t kv0, kv1;       /* key/value heads; query head h uses h / (n_head / n_kv_head) */
+    int32_t v0, v1;         /* GatedDeltaNet value heads */
+    int32_t k0, k1;         /* GatedDeltaNet key heads; value head j uses j / (n_value_head / n_key_head) */
+    int32_t m0, m1;         /* MLP channels */
+    int32_t vocab0, vocab1; /* vocabulary rows */
 } ql_shard;
 
 /* Refuses a lane count that does not divide S, naming those that do. */
 ql_status ql_shard_init(ql_shard *shard, const ql_config *config, int32_t n_lane, int32_t lane, ql_error *err);
 
 typedef struct ql_cut {
-    int32_t axis;             /* 0: rows, 1: columns, -1: whole */
-    int32_t n_range;          /* row cuts: 1 to 3; column cuts: 1 */
+    int32_t axis;    /* 0: rows, 1: columns, -1: whole */
+    int32_t n_range; /* row cuts: 1 to 3; column cuts: 1 */
     int32_t begin[3], end[3];
 } ql_cut;
 
