@@ -47,12 +47,14 @@ typedef struct ql_stop {
     bool hit;
 } ql_stop;
 
-/* Copies the strings. Each must be non-empty valid UTF-8 of at most 1024 bytes. */
+/* Copies the strings, at most 16. Each must be non-empty valid UTF-8 of at most 1024 bytes. On failure there is nothing
+ * to deinit. */
 ql_status ql_stop_init(ql_stop *stop, const ql_allocator *mem, const char *const *text, int32_t n, ql_error *err);
 void ql_stop_deinit(ql_stop *stop);
 
-/* Takes new text, appends to `out` what is certainly before any stop string. Sets stop->hit when one is complete (the
- * earliest in the text; of two that begin together the shorter); the rest is dropped and later calls add nothing. */
+/* Takes new text (whole characters), appends to `out` what is certainly before any stop string. Sets stop->hit as soon
+ * as one is complete (the one that ends first; of two that end together the one that begins first); it and the rest
+ * are dropped and later calls add nothing. The result does not depend on how the text is cut into calls. */
 ql_status ql_stop_push(ql_stop *stop, const char *text, size_t n, ql_buf *out, ql_error *err);
 
 /* End of text: appends what was held back, unless a stop string hit. */
