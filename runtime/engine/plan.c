@@ -20,7 +20,7 @@ ql_status ql_options_check(const ql_options *o, const ql_config *config, bool ha
     if (o->size != sizeof *o) {
         return ql_fail(err, QL_ERR_USAGE, "options.size is %zu; call ql_options_default (%zu)", o->size, sizeof *o);
     }
-    QL_TRY(check_range("lanes", o->lanes, 0, config->slices, err));
+    QL_TRY(check_range("lanes", o->lanes, 0, INT32_MAX, err)); /* ql_shard_init names the counts that the model allows */
     QL_TRY(check_range("ctx", o->ctx, 0, config->max_ctx, err));
     QL_TRY(check_range("max_seqs", o->max_seqs, 1, QL_MAX_SEQS, err));
     QL_TRY(check_range("chunk", o->chunk, QL_PAGE, 1 << 16, err));

@@ -51,8 +51,8 @@ static bool penalised(const ql_sampling *s) {
 }
 
 static ql_status take_prompt(ql_seq *seq, const ql_engine *e, const ql_request *r, ql_error *err) {
-    if ((r->text != NULL) == (r->ids != NULL)) {
-        return ql_fail(err, QL_ERR_USAGE, "a request needs a prompt as text or as ids, and not both");
+    if (r->text && r->ids) {
+        return ql_fail(err, QL_ERR_USAGE, "a request has its prompt as text or as ids, not both");
     }
     if (r->text) {
         if (!e->tokenizer) {
@@ -64,9 +64,11 @@ static ql_status take_prompt(ql_seq *seq, const ql_engine *e, const ql_request *
         if (r->n_ids < 0) {
             return ql_fail(err, QL_ERR_USAGE, "n_ids is %d; a count cannot be negative", r->n_ids);
         }
-        QL_TRY(ql_alloc(NULL, (size_t)r->n_ids, sizeof(int32_t), "a prompt", (void **)&seq->prompt, err));
-        memcpy(seq->prompt, r->ids, (size_t)r->n_ids * sizeof(int32_t));
-        seq->n_prompt = r->n_ids;
+        seq->n_prompt = r->ids ? r->n_ids : 0;
+        QL_TRY(ql_alloc(NULL, (size_t)seq->n_prompt, sizeof(int32_t), "a prompt", (void **)&seq->prompt, err));
+        if (seq->n_prompt > 0) {
+            memcpy(seq->prompt, r->ids, (size_t)seq->n_prompt * sizeof(int32_t));
+        }
     }
     if (seq->n_prompt == 0) {
         return ql_fail(err, QL_ERR_USAGE, "the prompt is empty; at least one token is needed");

@@ -2,8 +2,9 @@
  *
  * A collective is two rendezvous of all lanes around the copying. At the first every lane has published its source and
  * destination; then lane r sums its r-th part of the vector from all sources, in tree order, into every lane's
- * destination; at the second the buffers are free again. Both use one counting barrier under the group's mutex: lanes
- * are at most 8 and often more than the cores, so they sleep rather than spin.
+ * destination; at the second the buffers are free again. Both use one counting barrier under the group's mutex. Lanes are
+ * often more than the cores: a waiting lane first yields its core a few times, which is how long a peer of a small model
+ * takes, and then sleeps.
  *
  * A lane waits in slices of its deadline and gives up only if the lanes it waits for did nothing in that time: a peer
  * inside a long product bumps its device's progress counter between ops and is not hung.
@@ -12,9 +13,10 @@
 
 #include "runtime/base/mem.h"
 
+#include <sched.h>
 #include <string.h>
 
-enum { MAX_LANES = 64 };
+enum { MAX_LANES = 64, YIELDS = 64 };
 
 struct ql_comm_group {
     const ql_allocator *mem;
@@ -23,7 +25,7 @@ struct ql_comm_group {
 
     ql_mutex mutex; /* guards the fields below */
     ql_cond cond;
-    uint64_t epoch; /* rendezvous completed */
+    uint64_t epoch; /* rendezvous completed; atomic, so that a yielding lane may look without the mutex */
     int32_t n_arrived;
     bool arrived[MAX_LANES];
     const void *src[MAX_LANES];
@@ -46,6 +48,8 @@ static uint64_t missing_progress(const ql_comm_group *g, int32_t *first_missing)
     return sum;
 }
 
+static uint64_t epoch_now(const ql_comm_group *g) { return __atomic_load_n(&g->epoch, __ATOMIC_ACQUIRE); }
+
 /* All lanes meet. What a lane wrote before is visible to all after. `src` NULL: nothing new is published, and what was
  * stays readable for a peer that is still copying. */
 static ql_status rendezvous(ql_comm *comm, const void *src, void *dst, size_t bytes) {
@@ -61,7 +65,7 @@ static ql_status rendezvous(ql_comm *comm, const void *src, void *dst, size_t by
         g->bytes[comm->lane] = bytes;
     }
     g->arrived[comm->lane] = true;
-    uint64_t epoch = g->epoch;
+    uint64_t epoch = epoch_now(g);
     if (++g->n_arrived == g->n_lane) {
         ql_status status = QL_OK;
         for (int32_t i = 0; src && i < g->n_lane; i++) {
@@ -72,20 +76,28 @@ static ql_status rendezvous(ql_comm *comm, const void *src, void *dst, size_t by
         }
         g->n_arrived = 0;
         memset(g->arrived, 0, sizeof g->arrived);
-        g->epoch++;
+        __atomic_store_n(&g->epoch, epoch + 1, __ATOMIC_RELEASE); /* pairs with epoch_now */
         ql_cond_broadcast(&g->cond);
         ql_unlock(&g->mutex);
         return status;
     }
+    ql_unlock(&g->mutex);
+    for (int32_t i = 0; i < YIELDS; i++) {
+        if (epoch_now(g) != epoch) {
+            return QL_OK;
+        }
+        sched_yield();
+    }
+    ql_lock(&g->mutex);
     int32_t missing;
     uint64_t seen = missing_progress(g, &missing);
     int64_t slice_ns = (int64_t)g->wait_ms * 1000000;
     int64_t poll_ns = slice_ns < 20000000 ? slice_ns : 20000000; /* the abort flag has no condition variable */
     int64_t deadline = ql_now_ns() + slice_ns;
     ql_status status = QL_OK;
-    while (g->epoch == epoch && status == QL_OK) {
+    while (epoch_now(g) == epoch && status == QL_OK) {
         ql_cond_wait_until(&g->cond, &g->mutex, ql_now_ns() + poll_ns);
-        if (g->epoch != epoch) {
+        if (epoch_now(g) != epoch) {
             break;
         }
         if (ql_abort_raised(g->abort)) {
