@@ -2,16 +2,21 @@
  *
  * topk, per row r over this lane's vocabulary rows [vocab0, vocab0 + n):
  *   1. stats over the raw logits, for each canonical vocabulary range that the lane holds (8 in the whole model, range i
- *      = [V*i/8, V*(i+1)/8)): max and sum of exp(logit - max), in rising id.
- *   2. key = raw logit; ids >= n_valid or not allowed get no key. For ids in the row's penalty list: repetition (key > 0 ?
- *      key / rep : key * rep), then key -= presence (once if count > 0), key -= frequency * count.
- *   3. the `k` best by key, then by lower id, best first, into cand[r][0..k); fewer valid ids than k leave id = -1.
+ *      = [V*i/8, V*(i+1)/8), V >= 8): max and sum of exp(logit - max), in an order fixed by the range's length. A
+ *      range of nothing but -infinity has sum 0; a NaN makes the sum one.
+ *   2. key = raw logit; ids >= n_valid or not allowed get no key, nor does a NaN. For ids in the row's penalty list:
+ *      repetition (key > 0 ? key / rep : key * rep), then, once if count > 0, key -= presence, then key -= frequency *
+ *      count. Every operation is rounded to f32 on its own.
+ *   3. the row's `k` best by key, then by lower id, best first, into cand[r][0..k); fewer valid ids than k leave id = -1.
+ *      Entries from k on are left alone.
  *
- * sample, per row over all lanes' candidates [lane][row][k_cap] (each sorted) and stats [lane][row][8 / n_lane]:
- *   temperature 0: the best key, lowest id on a tie. Else, over the best top_k candidates (all where 0), in order of key:
- *   p_i = exp((key_i - key_0) / temperature), top_p keeps the shortest prefix with sum >= top_p * total, min_p drops
+ * sample, per row over all lanes' candidates [lane][row][k_cap] (each sorted, ids rising with the lane) and stats
+ * [lane][row][8 / n_lane]:
+ *   temperature 0: the best key, lowest id on a tie. Else, over the best min(k, top_k) candidates of all lanes together
+ *   (the best k where top_k is 0; so the lane count does not matter), in order of key, lower id first:
+ *   p_i = exp((key_i - key_0) / temperature), top_p < 1 keeps the shortest prefix with sum >= top_p * total, min_p drops
  *   p_i < min_p * p_0, then the first i with running sum > uniform * total of the kept is chosen; sums in f64 in order.
- *   uniform = ql_uniform(seed, counter).
+ *   uniform = ql_uniform(seed, counter). Without any candidate id = -1 and logprob = -infinity.
  *   logprob = raw - (M + log sum_i sum_exp_i * exp(max_i - M)), ranges in rising order, f64.
  * Every lane computes the same choice.
  */

@@ -120,8 +120,9 @@ static ql_vocab_stat stat_of(const float *logits, int32_t n) {
         max = logits[i] > max ? logits[i] : max;
     }
     double sum = 0;
+    float base = max > -INFINITY ? max : 0;
     for (int32_t i = 0; i < n; i++) {
-        sum += (double)expf(logits[i] - max);
+        sum += (double)expf(logits[i] - base);
     }
     return (ql_vocab_stat){max, (float)sum};
 }
@@ -156,7 +157,7 @@ ql_status ql_topk_host(ql_dev *dev, const ql_topk_args *a) {
 
 /* ---- sample ------------------------------------------------------------------------------------------------------ */
 
-/* All lanes' candidates of one row in one order, without copying them. Ids of a lane are all below the next lane's. */
+/* All lanes' candidates of one row in one order, without copying them. */
 typedef struct merge {
     const ql_sample_args *a;
     int32_t row, left;               /* candidates still to come at most */
@@ -164,8 +165,8 @@ typedef struct merge {
 } merge;
 
 static merge merge_begin(const ql_sample_args *a, int32_t row) {
-    int32_t top_k = a->row[row].top_k;
-    return (merge){.a = a, .row = row, .left = top_k > 0 ? top_k : INT32_MAX};
+    int32_t top_k = a->row[row].top_k, k = a->row[row].k;
+    return (merge){.a = a, .row = row, .left = top_k > 0 && top_k < k ? top_k : k};
 }
 
 static const ql_candidate *merge_next(merge *m) {
