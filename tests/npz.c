@@ -104,7 +104,8 @@ bool ql_npy_open(ql_npy *out, const char *path) {
 
 /* Raw deflate of exactly `size` bytes. */
 static bool inflate_entry(const unsigned char *src, size_t n, unsigned char *dst, size_t size) {
-    z_stream z = {.next_in = (unsigned char *)(uintptr_t)src, .avail_in = (uInt)n, .next_out = dst, .avail_out = (uInt)size};
+    z_stream z = {
+        .next_in = (unsigned char *)(uintptr_t)src, .avail_in = (uInt)n, .next_out = dst, .avail_out = (uInt)size};
     if (inflateInit2(&z, -MAX_WBITS) != Z_OK) {
         return false;
     }

@@ -12,18 +12,18 @@
 #include <stdint.h>
 
 typedef struct ql_npy {
-    char name[64];      /* without ".npy" */
-    char dtype[8];      /* "f4", "f8", "i4", "i8" */
+    char name[64]; /* without ".npy" */
+    char dtype[8]; /* "f4", "f8", "i4", "i8" */
     int32_t rank;
     int64_t shape[8];
-    int64_t n;          /* elements */
-    void *data;         /* owned by the archive */
+    int64_t n;  /* elements */
+    void *data; /* owned by the archive */
 } ql_npy;
 
 typedef struct ql_npz {
     ql_npy *array;
     int32_t n_array;
-    char error[160];    /* why open failed */
+    char error[160]; /* why open failed */
 } ql_npz;
 
 /* Returns false with `error` set when the file is missing or not as above; nothing to close then. */

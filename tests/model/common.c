@@ -40,7 +40,10 @@ static void on_alarm(int sig) {
     abort();
 }
 
-void ql_test_watchdog(int32_t seconds) {
+void ql_test_begin(int argc, char **argv, int32_t seconds) {
+    if (argc > 1) {
+        cmocka_set_test_filter(argv[1]);
+    }
     signal(SIGALRM, on_alarm);
     alarm((unsigned)(seconds * SLOWER));
 }
@@ -355,10 +358,4 @@ static void *heap_realloc(void *user, void *old, size_t bytes) {
 void ql_test_heap_init(ql_test_heap *heap) {
     *heap = (ql_test_heap){.mem = {heap_malloc, heap_realloc, heap_free, heap}, .fail_at = -1};
     assert_int_equal(ql_mutex_init(&heap->mutex, NULL), QL_OK);
-}
-
-void ql_test_heap_sweep(ql_test_heap *heap) {
-    while (heap->first) {
-        heap_free(heap, heap->first + 1);
-    }
 }

@@ -31,9 +31,9 @@ enum { QL_TEST_MODELS = 6 };
 extern const ql_test_model ql_test_models[QL_TEST_MODELS];
 const ql_test_model *ql_test_model_named(const char *name);
 
-/* Ends the program with a message if it still runs after `seconds`: a hang must be a failure. Scaled up under
- * sanitizers. */
-void ql_test_watchdog(int32_t seconds);
+/* First call of main. An argument picks tests by name, with * for any text. Ends the program with a message if it still
+ * runs after `seconds`: a hang must be a failure. Longer under sanitizers. */
+void ql_test_begin(int argc, char **argv, int32_t seconds);
 
 /* Host lanes, EXACT, f32 KV, context 512, lanes as given. */
 ql_options ql_test_options(const ql_test_model *model, int32_t lanes);
@@ -104,7 +104,5 @@ typedef struct ql_test_heap {
 } ql_test_heap;
 
 void ql_test_heap_init(ql_test_heap *heap);
-/* Frees what is still live: what a lane that was left behind could reach, once it has ended. */
-void ql_test_heap_sweep(ql_test_heap *heap);
 
 #endif

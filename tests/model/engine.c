@@ -876,8 +876,8 @@ static void bad_options(void **state) {
     ql_test_open_fails(&o, QL_ERR_MEMORY, fits, NULL);
 }
 
-int main(void) {
-    ql_test_watchdog(120);
+int main(int argc, char **argv) {
+    ql_test_begin(argc, argv, 120);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(events_in_order),
         cmocka_unit_test(callbacks_may_submit),

@@ -7,7 +7,7 @@
 #include "runtime/engine/test_hooks.h"
 #include "tests/model/common.h"
 
-enum { N_CALLER = 8, WAIT_MS = 300 };
+enum { N_CALLER = 8, WAIT_MS = 500 };
 #define LIMIT_S 2.0
 
 typedef enum site {
@@ -40,6 +40,7 @@ typedef struct planted {
     int64_t calls;                     /* atomic */
     int32_t armed, released, in_fault; /* atomic */
     int64_t fired_ns;                  /* atomic; 0: not yet */
+    ql_test_heap heap;                 /* the engine's; what a lane left behind can reach stays in its list */
 } planted;
 
 static planted pool[64];
@@ -270,14 +271,13 @@ static void fail_under_load(const char *model, int32_t lanes, site at, fault_kin
              site_names[at], lane);
     ql_options o = ql_test_options(ql_test_model_named(model), lanes);
     o.max_seqs = 4;
-    o.wait_ms = WAIT_MS;
+    o.wait_ms = kind == FAULT_HANG ? WAIT_MS : o.wait_ms;
     o.log = on_log;
     uint32_t want = crc_fresh(&o);
-    ql_test_heap heap;
-    ql_test_heap_init(&heap);
-    o.allocator = &heap.mem;
-
     planted *f = plant(at, kind, lane, 3, false);
+    ql_test_heap *heap = &f->heap;
+    ql_test_heap_init(heap);
+    o.allocator = &heap->mem;
     __atomic_store_n(&n_submitted, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&n_tokens, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&n_left_behind, 0, __ATOMIC_RELAXED);
@@ -355,11 +355,10 @@ static void fail_under_load(const char *model, int32_t lanes, site at, fault_kin
     }
     bool left = kind == FAULT_HANG && !release_first;
     assert_int_equal(__atomic_load_n(&n_left_behind, __ATOMIC_RELAXED) > 0, left);
-    assert_true(left || heap.live_blocks == 0);
+    assert_true(left || heap->live_blocks == 0);
     assert_int_equal(crc_fresh(&o), want); /* also while the old lane still hangs */
     if (left) {
         release(f);
-        ql_test_heap_sweep(&heap);
     }
     printf("  %-48s error after %.3f s, closed in %.3f s\n", what, slowest, close_s);
     fflush(stdout);
@@ -397,12 +396,11 @@ static void hung_lane_is_left_behind(void **state) {
  * --------------------------------------------------------------------------------------------------- */
 
 static void fail_in_open(int32_t lanes, site at, fault_kind kind, int32_t lane, int64_t after) {
-    ql_test_heap heap;
-    ql_test_heap_init(&heap);
     ql_options o = ql_test_options(ql_test_model_named("micro-mixed"), lanes);
-    o.wait_ms = o.init_ms = WAIT_MS;
-    o.allocator = &heap.mem;
+    o.wait_ms = kind == FAULT_HANG ? WAIT_MS : o.wait_ms;
     planted *f = plant(at, kind, lane, after, true);
+    ql_test_heap_init(&f->heap);
+    o.allocator = &f->heap.mem;
     ql_engine *engine = NULL;
     ql_error err = {0};
     ql_status status = open_planted(&engine, &o, f, &err);
@@ -416,7 +414,7 @@ static void fail_in_open(int32_t lanes, site at, fault_kind kind, int32_t lane, 
     ql_test_assert_has(err.text, text);
     if (kind == FAULT_ERROR) {
         ql_test_assert_has(err.text, "injected fault");
-        assert_int_equal(heap.live_blocks, 0);
+        assert_int_equal(f->heap.live_blocks, 0);
     }
     if (took > LIMIT_S + (kind == FAULT_HANG ? 2 * WAIT_MS * 1e-3 : 0)) {
         fail_msg("%s in %s of lane %d: open took %.2f s", kind == FAULT_HANG ? "hang" : "error", site_names[at], lane,
@@ -424,7 +422,6 @@ static void fail_in_open(int32_t lanes, site at, fault_kind kind, int32_t lane, 
     }
     if (kind == FAULT_HANG) {
         release(f);
-        ql_test_heap_sweep(&heap);
     }
 }
 
@@ -448,7 +445,7 @@ static void hang_while_opening(void **state) {
 /* The k-th allocation of an open fails, for every k (or, past the first 120, about 60 more of them). */
 static void allocation_while_opening(void **state) {
     const ql_test_model *model = *state;
-    ql_test_heap heap;
+    static ql_test_heap heap;
     ql_test_heap_init(&heap);
     ql_options o = ql_test_options(model, 2);
     o.ctx = 128;
@@ -487,51 +484,110 @@ static void allocation_while_opening(void **state) {
     assert_int_equal(crc_fresh(&o), want);
 }
 
-/* A request whose memory cannot be had fails alone or takes the engine with it, with the right error; never silently.
- */
-static void allocation_while_serving(void **state) {
+/* ---- malloc while serving -------------------------------------------------------------------------------------------- */
+
+/* Requests and results outlive the caller's allocator and come from malloc, so malloc itself is made to fail. The
+ * sanitizers bring their own. */
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define OWN_MALLOC 1
+static int64_t n_malloc, malloc_fails_at = -1, n_malloc_failed; /* atomic */
+
+static bool malloc_refused(void) {
+    int64_t call = __atomic_fetch_add(&n_malloc, 1, __ATOMIC_RELAXED);
+    if (call != __atomic_load_n(&malloc_fails_at, __ATOMIC_RELAXED)) {
+        return false;
+    }
+    __atomic_fetch_add(&n_malloc_failed, 1, __ATOMIC_RELAXED);
+    return true;
+}
+
+extern void *__libc_malloc(size_t bytes);
+extern void *__libc_calloc(size_t n, size_t bytes);
+extern void *__libc_realloc(void *old, size_t bytes);
+void *malloc(size_t bytes) { return malloc_refused() ? NULL : __libc_malloc(bytes); }
+void *calloc(size_t n, size_t bytes) { return malloc_refused() ? NULL : __libc_calloc(n, bytes); }
+void *realloc(void *old, size_t bytes) { return malloc_refused() ? NULL : __libc_realloc(old, bytes); }
+
+/* The k-th allocation of a request fails, for every k: the request fails with the right error and nothing else does. */
+static void malloc_while_serving(void **state) {
     (void)state;
-    const ql_test_model *model = ql_test_model_named("tiny");
-    ql_test_heap heap;
-    ql_test_heap_init(&heap);
-    ql_options o = ql_test_options(model, 2);
+    ql_options o = ql_test_options(ql_test_model_named("tiny"), 2);
     uint32_t want = crc_fresh(&o);
-    o.allocator = &heap.mem;
     ql_engine *engine = ql_test_open(&o);
-    int64_t n_refused = 0;
-    for (int64_t k = 0; k < 40; k++) {
-        ql_request r = ql_test_request(NULL, 0, 5);
-        r.text = "The capital of France is";
-        const char *stop[] = {"never to be seen"};
-        r.stop = stop;
-        r.n_stop = 1;
-        heap.failed = 0;
-        __atomic_store_n(&heap.fail_at, __atomic_load_n(&heap.calls, __ATOMIC_RELAXED) + k, __ATOMIC_RELAXED);
+    const char *stop[] = {"never to be seen"};
+    ql_request r = ql_test_request(NULL, 0, 12);
+    r.text = "The capital of France is";
+    r.stop = stop;
+    r.n_stop = 1;
+    r.sampling.repetition_penalty = 1.1f;
+    ql_result *whole = ql_test_generate(engine, &r);
+    int32_t n_refused = 0;
+    bool hit = true;
+    for (int64_t k = 0; hit; k++) {
+        __atomic_store_n(&n_malloc_failed, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&malloc_fails_at, __atomic_load_n(&n_malloc, __ATOMIC_RELAXED) + k, __ATOMIC_RELAXED);
         ql_result *res = NULL;
         ql_error err = {0};
         ql_status status = ql_generate(engine, &r, &res, &err);
-        __atomic_store_n(&heap.fail_at, -1, __ATOMIC_RELAXED);
-        bool hit = __atomic_load_n(&heap.failed, __ATOMIC_RELAXED) > 0;
-        if (status != (hit ? QL_ERR_MEMORY : QL_OK)) {
-            fail_msg("allocation %d of a request %s: %s: %s", (int)k, hit ? "refused" : "not reached",
-                     ql_status_text(status), err.text);
+        __atomic_store_n(&malloc_fails_at, -1, __ATOMIC_RELAXED);
+        hit = __atomic_load_n(&n_malloc_failed, __ATOMIC_RELAXED) > 0;
+        if (status == QL_OK) { /* not reached, or done without */
+            assert_int_equal(res->n_ids, whole->n_ids);
+            assert_memory_equal(res->ids, whole->ids, (size_t)whole->n_ids * sizeof *res->ids);
+            assert_string_equal(res->text, whole->text);
+        } else if (status != QL_ERR_MEMORY || err.status != QL_ERR_MEMORY || !err.text[0] || !hit) {
+            fail_msg("allocation %d of a request refused: %s: %s", (int)k, ql_status_text(status), err.text);
         }
-        n_refused += hit;
+        n_refused += hit && status != QL_OK;
         ql_result_free(res);
         assert_int_equal(crc_of(engine), want); /* one request's trouble is its own */
         ql_test_assert_idle(engine);
-        if (!hit) {
-            break;
-        }
     }
-    assert_true(n_refused >= 3);
+    ql_result_free(whole);
     ql_engine_close(&engine);
-    assert_int_equal(heap.live_blocks, 0);
     printf("  %d allocations of a request refused in turn\n", (int)n_refused);
+    assert_true(n_refused >= 5);
 }
 
-int main(void) {
-    ql_test_watchdog(120);
+typedef struct counted {
+    int32_t n_ids;
+    int64_t early, late;
+} counted;
+
+static void count_mallocs(void *user, const ql_event *event) {
+    counted *c = user;
+    if (event->kind == QL_EVENT_TOKEN) {
+        int64_t n = __atomic_load_n(&n_malloc, __ATOMIC_RELAXED);
+        c->n_ids++;
+        c->early = c->n_ids == 4 ? n : c->early;
+        c->late = c->n_ids == 100 ? n : c->late;
+    }
+}
+
+/* Promise: the step loop allocates nothing. The text of an answer grows by doubling and is all that may. */
+static void decoding_allocates_nothing(void **state) {
+    const ql_test_model *model = *state;
+    ql_options o = ql_test_options(model, 2);
+    ql_engine *engine = ql_test_open(&o);
+    counted c = {0};
+    ql_request r = ql_test_request(check_ids, 9, 101);
+    r.ignore_eos = 1;
+    r.sampling.temperature = 0.8f;
+    r.sampling.frequency_penalty = 0.1f;
+    ql_request_id id = 0;
+    assert_int_equal(ql_submit(engine, &r, count_mallocs, &c, &id, NULL), QL_OK);
+    ql_result_free(ql_test_wait(engine, id));
+    ql_engine_close(&engine);
+    assert_int_equal(c.n_ids, 101);
+    assert_true(c.early > 0);
+    if (c.late - c.early > (model->tokenizer ? 6 : 0)) {
+        fail_msg("%s: %d allocations between the 4th and the 100th id", model->name, (int)(c.late - c.early));
+    }
+}
+#endif
+
+int main(int argc, char **argv) {
+    ql_test_begin(argc, argv, 120);
     struct CMUnitTest tests[] = {
         cmocka_unit_test(error_in_an_op),
         cmocka_unit_test(hang_in_an_op),
@@ -542,7 +598,13 @@ int main(void) {
          (void *)(uintptr_t)ql_test_model_named("micro-bf16")},
         {"allocation_while_opening tiny", allocation_while_opening, NULL, NULL,
          (void *)(uintptr_t)ql_test_model_named("tiny")},
-        cmocka_unit_test(allocation_while_serving),
+#ifdef OWN_MALLOC
+        cmocka_unit_test(malloc_while_serving),
+        {"decoding_allocates_nothing micro-mixed", decoding_allocates_nothing, NULL, NULL,
+         (void *)(uintptr_t)ql_test_model_named("micro-mixed")},
+        {"decoding_allocates_nothing tiny", decoding_allocates_nothing, NULL, NULL,
+         (void *)(uintptr_t)ql_test_model_named("tiny")},
+#endif
     };
     return cmocka_run_group_tests_name("faults", tests, NULL, NULL);
 }

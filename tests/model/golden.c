@@ -176,8 +176,8 @@ static void default_kv(void **state) {
     run_model(model, model->lanes[model->n_lanes - 1], QL_KV_F16);
 }
 
-int main(void) {
-    ql_test_watchdog(240);
+int main(int argc, char **argv) {
+    ql_test_begin(argc, argv, 240);
     struct CMUnitTest tests[2 * QL_TEST_MODELS];
     static char names[2 * QL_TEST_MODELS][64];
     for (int32_t i = 0; i < QL_TEST_MODELS; i++) {

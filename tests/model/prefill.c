@@ -91,8 +91,8 @@ static void own_ids(void **state) {
     assert_true(worst <= BOUND);
 }
 
-int main(void) {
-    ql_test_watchdog(240);
+int main(int argc, char **argv) {
+    ql_test_begin(argc, argv, 240);
     struct CMUnitTest tests[2 * QL_TEST_MODELS];
     static char names[2 * QL_TEST_MODELS][64];
     for (int32_t i = 0; i < QL_TEST_MODELS; i++) {

@@ -183,7 +183,7 @@ static ql_status swapped_reduce(ql_comm *comm, const float *src, float *dst, int
     swapped.all[comm->lane] = all;
     QL_TRY(comm->gather(comm, src, all, (size_t)n * sizeof *all));
     for (int64_t i = 0; i < n; i++) {
-        float v[8];
+        float v[8] = {0};
         for (int32_t l = 0; l < n_lane; l++) {
             v[l] = all[l * n + i];
         }
@@ -259,8 +259,8 @@ static int named(void **state) {
     return 0;
 }
 
-int main(void) {
-    ql_test_watchdog(240);
+int main(int argc, char **argv) {
+    ql_test_begin(argc, argv, 240);
     struct CMUnitTest tests[] = {
         FOR(lanes_and_chunks, "tiny"),
         FOR(lanes_and_chunks, "micro-bf16"),
