@@ -197,7 +197,7 @@ deps: ## install the distribution packages that are missing, or print the line t
 .PHONY: demo
 demo: deps ## two lanes continue "The capital of France is"
 	@$(MAKE) all
-	@$(B)/qlane run --lanes 2 --temp 0 -n 8 -p "The capital of France is"; echo
+	@$(B)/qlane run --lanes 2 --temp 0 -n 9 -p "The capital of France is"
 
 # ---- tests ------------------------------------------------------------------------------------------------------------------
 .PHONY: test test-run
@@ -267,8 +267,10 @@ tidy: ## clang-tidy with the list of .clang-tidy
 # ---- install --------------------------------------------------------------------------------------------------------------------
 I := $(DESTDIR)$(PREFIX)
 MODEL_FILES := config.json generation_config.json tokenizer.json model.safetensors README.md
-.PHONY: install uninstall
+.PHONY: install install-only uninstall
 install: all ## into DESTDIR and PREFIX
+	@$(MAKE) install-only
+install-only:
 	install -d $(I)/bin $(I)/lib/pkgconfig $(I)/include $(I)/share/man/man1 $(I)/share/qlane/models/tiny
 	install -m 755 $(B)/qlane $(I)/bin/qlane
 	install -m 644 $(B)/libqlane.a $(I)/lib/libqlane.a
