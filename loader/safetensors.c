@@ -221,6 +221,8 @@ static ql_status load_header(const char *text, size_t len, const char *what, jso
     case json_error_null_character:
     case json_error_null_byte_in_key:
         return ql_fail(err, QL_ERR_MODEL, "%s: the header holds a name with a NUL character", what);
+    case json_error_invalid_utf8:
+        return ql_fail(err, QL_ERR_MODEL, "%s: the header is not valid UTF-8: %s", what, je.text);
     case json_error_out_of_memory:
         return ql_fail(err, QL_ERR_MEMORY, "%s: no host memory for a header of %zu bytes", what, len);
     default:
