@@ -41,16 +41,22 @@ static double least_varied(const int32_t *ids, int32_t n) {
 /* Sentences "The capital of X is Y." in the text, and how many of them are among the true ones in `facts`. */
 static void count_capitals(const char *text, int32_t *n, int32_t *n_true) {
     static const char facts[] =
-        "France Paris|Germany Berlin|Italy Rome|Spain Madrid|Portugal Lisbon|Austria Vienna|Belgium Brussels|"
-        "Greece Athens|Ireland Dublin|Norway Oslo|Sweden Stockholm|Finland Helsinki|Denmark Copenhagen|"
-        "Poland Warsaw|Hungary Budapest|Romania Bucharest|Bulgaria Sofia|Serbia Belgrade|Croatia Zagreb|"
-        "Slovenia Ljubljana|Slovakia Bratislava|Ukraine Kyiv|Estonia Tallinn|Latvia Riga|Lithuania Vilnius|"
-        "Iceland Reykjavik|Malta Valletta|Cyprus Nicosia|Albania Tirana|Armenia Yerevan|Georgia Tbilisi|"
-        "Turkey Ankara|Russia Moscow|Egypt Cairo|Morocco Rabat|Algeria Algiers|Tunisia Tunis|Libya Tripoli|"
-        "Sudan Khartoum|Kenya Nairobi|Ghana Accra|Nigeria Abuja|Senegal Dakar|Mali Bamako|Angola Luanda|"
-        "Zambia Lusaka|Rwanda Kigali|Uganda Kampala|Japan Tokyo|China Beijing|India New Delhi|Nepal Kathmandu|"
-        "Thailand Bangkok|Vietnam Hanoi|Laos Vientiane|Chile Santiago|Argentina Buenos Aires|Brazil Brasilia|"
-        "Uruguay Montevideo|Paraguay Asuncion|Colombia Bogota|Venezuela Caracas|Ecuador Quito|";
+        "France Paris|Germany Berlin|Italy Rome|Spain Madrid|Portugal Lisbon|Austria Vienna|"
+        "Belgium Brussels|Greece Athens|Ireland Dublin|Norway Oslo|Sweden Stockholm|"
+        "Finland Helsinki|Denmark Copenhagen|Poland Warsaw|Hungary Budapest|Romania Bucharest|"
+        "Bulgaria Sofia|Serbia Belgrade|Croatia Zagreb|Slovenia Ljubljana|Slovakia Bratislava|"
+        "Ukraine Kyiv|Estonia Tallinn|Latvia Riga|Lithuania Vilnius|Iceland Reykjavik|"
+        "Malta Valletta|Cyprus Nicosia|Albania Tirana|Armenia Yerevan|Georgia Tbilisi|"
+        "Turkey Ankara|Russia Moscow|Egypt Cairo|Morocco Rabat|Algeria Algiers|Tunisia Tunis|"
+        "Libya Tripoli|Sudan Khartoum|Kenya Nairobi|Ghana Accra|Nigeria Abuja|Senegal Dakar|"
+        "Mali Bamako|Angola Luanda|Zambia Lusaka|Rwanda Kigali|Uganda Kampala|Japan Tokyo|"
+        "China Beijing|India New Delhi|Nepal Kathmandu|Thailand Bangkok|Vietnam Hanoi|"
+        "Laos Vientiane|Malaysia Kuala Lumpur|Indonesia Jakarta|Mongolia Ulaanbaatar|"
+        "Pakistan Islamabad|Iran Tehran|Iraq Baghdad|Jordan Amman|Lebanon Beirut|Qatar Doha|"
+        "Oman Muscat|Kuwait Kuwait City|Canada Ottawa|Mexico Mexico City|Cuba Havana|"
+        "Jamaica Kingston|Panama Panama City|Peru Lima|Chile Santiago|Argentina Buenos Aires|"
+        "Brazil Brasilia|Uruguay Montevideo|Paraguay Asuncion|Colombia Bogota|Venezuela Caracas|"
+        "Ecuador Quito|Australia Canberra|Fiji Suva|Samoa Apia|Tonga Nukualofa|";
     *n = *n_true = 0;
     static const char head[] = "The capital of ";
     for (const char *p = strstr(text, head); p; p = strstr(p, head)) {
@@ -111,7 +117,7 @@ static void recall(void **state) {
         for (size_t i = 0; i < sizeof stories / sizeof *stories; i++) {
             char text[4096] = "";
             size_t n = 0;
-            for (int32_t k = 0; k < 12; k++) { /* some 250 tokens of other things first */
+            for (int32_t k = 0; k < 30; k++) { /* some 250 tokens of other things first */
                 static const char *const pairs[] = {"France is Paris", "Japan is Tokyo", "Chile is Santiago",
                                                     "Egypt is Cairo"};
                 n += (size_t)snprintf(text + n, sizeof text - n, "The capital of %s.\n", pairs[k % 4]);
