@@ -23,7 +23,7 @@ DEBUG ?= 0#       1 builds without optimisation
 SAN ?=#           address, undefined, thread, memory or fuzz; set by the targets of those names
 JOBS ?= 2#        test programs at a time
 FUZZ_S ?= 600#    seconds of each fuzz target
-CUDA ?= auto#     no builds host only; yes takes whatever CUDA files there are
+CUDA ?= auto#     no builds host only; yes compiles the CUDA files even if the engine does not use them
 ARCH ?=#          GPU architectures, such as "90a"; all for a release
 B := $(strip $(B))
 
@@ -59,7 +59,7 @@ SO_LIBS := $(THIRD:%=-l%) -lm -pthread -ldl# distributions build archives withou
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null))
 NCCL_HOME ?= $(patsubst %/include/nccl.h,%,$(firstword $(wildcard /usr/include/nccl.h /usr/local/include/nccl.h \
                $(CUDA_HOME)/include/nccl.h)))
-CU_SRC := $(sort $(wildcard kernels/*.cu kernels/cuda/*.cu))
+CU_SRC := $(sort $(wildcard kernels/*.cu kernels/cuda/*.cu runtime/lane/*.cu))
 CUDA_C := $(sort $(wildcard kernels/cuda/*.c runtime/lane/*_nccl.c runtime/lane/*_cuda.c))
 NVCC := $(wildcard $(CUDA_HOME)/bin/nvcc)
 HAVE_CUDA :=
@@ -67,7 +67,7 @@ ifeq ($(strip $(CUDA)),no)
 FOUND := host only (CUDA=no)
 else ifeq ($(CU_SRC),)
 FOUND := host only (this version has no CUDA kernels)
-else ifeq ($(filter yes,$(CUDA))$(wildcard runtime/lane/comm_nccl.c),)
+else ifeq ($(filter yes,$(CUDA))$(shell grep -lsw QL_CUDA runtime/engine/*.c),)
 FOUND := host only (this version has no CUDA lanes yet)
 else ifeq ($(NVCC),)
 FOUND := host only (no nvcc)
@@ -87,13 +87,14 @@ CUDA_VERSION := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1
 NCCL_VERSION := $(shell awk '/define NCCL_(MAJOR|MINOR|PATCH) /{v = v (v == "" ? "" : ".") $$3} END {print v}' \
                   $(NCCL_HOME)/include/nccl.h)
 FOUND := CUDA $(CUDA_VERSION) for $(strip $(ARCH)), NCCL $(NCCL_VERSION)
-DEFS += -DQL_CUDA=1
 GENCODE := $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a))
 NVFLAGS := -std=c++17 -O3 -lineinfo -I. -DQL_CUDA=1 $(GENCODE) -Xcompiler -fPIC,-fvisibility=hidden,-fno-exceptions
 LIBS += $(CUDA_HOME)/lib64/libcudart_static.a -lrt
 SO_LIBS += $(CUDA_HOME)/lib64/libcudart_static.a -lrt
-$(B)/obj/kernels/cuda/%.o $(B)/obj/runtime/lane/%.o: DEFS += -I$(CUDA_HOME)/include -I$(NCCL_HOME)/include
+$(B)/obj/kernels/cuda/%.o $(B)/obj/runtime/lane/%.o $(B)/obj/tests/%.o: DEFS += -I$(CUDA_HOME)/include -I$(NCCL_HOME)/include
 endif
+
+DEFS += -DQL_CUDA=$(if $(HAVE_CUDA),1,0)
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
 LIB_SRC := $(sort $(filter-out $(CUDA_C),$(wildcard runtime/base/*.c runtime/text/*.c runtime/lane/*.c \

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Each header compiles alone: as C17, as C++17, and as CUDA where nvcc is installed and the header is one that kernels
-# include.
+# Each header compiles alone: as C17; as C++17 where CUDA code includes it (nvcc compiles as C++); and those as CUDA where
+# nvcc is installed. kernels/host/*_simd.h are no headers but bodies that are compiled once for each instruction set.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 cc=${CC:-gcc} cxx=${CXX:-g++}
@@ -21,17 +21,22 @@ try() { # try LABEL COMMAND...
     fi
 }
 
+simd="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mf16c"
 while read -r h; do
+    flags="-D_GNU_SOURCE -I. -Wall -Wextra -Wno-unused-function -Werror -fsyntax-only"
+    [[ $h == kernels/host/* ]] && flags+=" $simd"
     echo "#include \"$h\"" >"$tmp/one.c"
-    try "$h as C17" "$cc" -std=c17 -D_GNU_SOURCE -I. -Wall -Wextra -Wno-unused-function -Werror -fsyntax-only "$tmp/one.c"
+    # shellcheck disable=SC2086
+    try "$h as C17" "$cc" -std=c17 $flags "$tmp/one.c"
     case $h in
+    kernels/host/*) ;;
     runtime/qlane.h | runtime/base/* | kernels/*)
         cp "$tmp/one.c" "$tmp/one.cc"
-        try "$h as C++17" "$cxx" -std=c++17 -D_GNU_SOURCE -I. -Wall -Wextra -Wno-unused-function -Werror -fsyntax-only \
-            "$tmp/one.cc"
+        # shellcheck disable=SC2086
+        try "$h as C++17" "$cxx" -std=c++17 $flags "$tmp/one.cc"
         ;;
     esac
-done < <(find runtime loader kernels -name '*.h' | sort)
+done < <(find runtime loader kernels -name '*.h' ! -path 'kernels/host/*_simd.h' | sort)
 
 if [[ -n $nvcc ]]; then
     find runtime/qlane.h kernels -maxdepth 1 -name '*.h' | sort | sed 's/.*/#include "&"/' >"$tmp/all.cu"

@@ -47,7 +47,7 @@ find runtime loader kernels \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
                 bad++
             }
         } else if ($0 ~ /<(cuda|nccl|cublas|cooperative_groups|mma)/ &&
-                   file !~ /^kernels\/[a-z_]+\.cu$|^kernels\/cuda\/|^runtime\/lane\/(comm_nccl|dev_cuda)/) {
+                   file !~ /^kernels\/[a-z_]+\.cu$|^kernels\/cuda\/|^runtime\/lane\/(comm_|nccl)/) {
             print "FAIL " file ":" part[2] ": CUDA and NCCL headers belong into .cu files and the comm files"
             bad++
         }
