@@ -77,9 +77,6 @@ static ql_status fail_unknown(const binder *b, const ql_tensor *t, ql_error *err
     if (strstr(t->name, "scale")) {
         return fail_tensor(b, t, err, "is a scale that belongs to no weight in a format that is supported");
     }
-    if (strstr(t->name, "embed_tokens.")) {
-        return fail_tensor(b, t, err, "is part of a quantized embedding; accepted is a plain one (BF16, F16 or F32)");
-    }
     return fail_tensor(b, t, err, "is unknown: neither part of this architecture nor known to be ignorable");
 }
 
@@ -189,6 +186,10 @@ static ql_status place_decoder(binder *b, const char *rest, int32_t i, ql_error 
         char why[128];
         snprintf(why, sizeof why, "lies beyond the last layer; num_hidden_layers is %d", b->c->config.n_layer);
         return fail_tensor(b, b->c->tensor[i], err, why);
+    }
+    if (starts_with(rest, "embed_tokens.") && strcmp(rest, "embed_tokens.weight") != 0) {
+        return fail_tensor(b, b->c->tensor[i], err,
+                           "is part of a quantized embedding; accepted is a plain one (BF16, F16 or F32)");
     }
     if (starts_with(rest, "lm_head.")) {
         return fail_unknown(b, b->c->tensor[i], err);
