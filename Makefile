@@ -89,9 +89,9 @@ NCCL_VERSION := $(shell awk '/define NCCL_(MAJOR|MINOR|PATCH) /{v = v (v == "" ?
 FOUND := CUDA $(CUDA_VERSION) for $(strip $(ARCH)), NCCL $(NCCL_VERSION)
 GENCODE := $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a))
 NVFLAGS := -std=c++17 -O3 -lineinfo -I. -DQL_CUDA=1 $(GENCODE) -Xcompiler -fPIC,-fvisibility=hidden,-fno-exceptions
-LIBS += $(CUDA_HOME)/lib64/libcudart_static.a -lrt
-SO_LIBS += $(CUDA_HOME)/lib64/libcudart_static.a -lrt
-$(B)/obj/kernels/cuda/%.o $(B)/obj/runtime/lane/%.o $(B)/obj/tests/%.o: DEFS += -I$(CUDA_HOME)/include -I$(NCCL_HOME)/include
+LIBS += $(CUDA_HOME)/lib64/libcudart_static.a $(call archive,supc++) -lrt
+SO_LIBS += $(CUDA_HOME)/lib64/libcudart_static.a $(call archive,supc++) -lrt
+$(B)/obj/kernels/cuda/%.o $(B)/obj/runtime/lane/%.o $(B)/obj/tests/%.o: DEFS += -isystem $(CUDA_HOME)/include -isystem $(NCCL_HOME)/include
 endif
 
 DEFS += -DQL_CUDA=$(if $(HAVE_CUDA),1,0)
