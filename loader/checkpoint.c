@@ -143,7 +143,9 @@ static ql_status open_parts(ql_checkpoint *c, ql_error *err) {
     QL_TRY(ql_config_load(c->dir, &c->config, &quantization, err));
     ql_status status = ql_quant_open(&c->owned->quant, quantization, err);
     json_decref(quantization);
-    QL_TRY(status);
+    if (status != QL_OK) {
+        return ql_fail_in(err, c->dir);
+    }
     QL_TRY(ql_checkpoint_load_files(c, err));
     QL_TRY(ql_checkpoint_bind(c, err));
     return summarize(c, err);

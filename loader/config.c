@@ -411,7 +411,7 @@ static ql_status parse_eos(const json_t *obj, const char *what, ql_config *c, ql
     return QL_OK;
 }
 
-static ql_status parse_generation(const json_t *root, const char *what, ql_config *c, ql_error *err) {
+ql_status ql_config_parse_generation(const json_t *root, const char *what, ql_config *c, ql_error *err) {
     QL_TRY(parse_eos(root, what, c, err));
     double temperature = c->temperature, top_p = c->top_p;
     QL_TRY(ql_json_bool(root, what, "do_sample", &c->do_sample, err));
@@ -518,7 +518,7 @@ ql_status ql_config_load(const char *dir, ql_config *config, json_t **quantizati
     QL_TRY_GOTO(ql_json_load(config_path, MAX_CONFIG_BYTES, &root, err), done);
     QL_TRY_GOTO(ql_config_parse(root, config_path, &c, err), done);
     if (generation) {
-        QL_TRY_GOTO(parse_generation(generation, path, &c, err), done);
+        QL_TRY_GOTO(ql_config_parse_generation(generation, path, &c, err), done);
     }
     QL_TRY_GOTO(load_quantization(dir, root, config_path, &q, err), done);
     *config = c;

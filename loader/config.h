@@ -39,6 +39,10 @@ ql_status ql_config_load(const char *dir, ql_config *config, json_t **quantizati
 /* The same from a parsed config.json; used by ql_config_load and by tests. */
 ql_status ql_config_parse(const json_t *root, const char *what, ql_config *config, ql_error *err);
 
+/* Takes end-of-sequence ids and sampling defaults from a parsed generation_config.json; `config` comes from
+ * ql_config_parse and is undefined after a failure. */
+ql_status ql_config_parse_generation(const json_t *root, const char *what, ql_config *config, ql_error *err);
+
 /* The largest power of two up to 8 that divides query heads, value heads and the MLP's groups of 16. */
 int32_t ql_config_slices(int32_t n_head, int32_t n_value_head, int32_t intermediate);
 
