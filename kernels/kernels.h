@@ -7,51 +7,9 @@
  *
  * Pointers in args are device pointers unless a comment says host. Ops are asynchronous in order on the device's
  * stream; copies to the host complete after `sync`. No op allocates, creates or synchronises anything.
- *
- * Shape letters used in all contracts:
- *   T rows (tokens) of this call   H hidden   V vocabulary   D = 256 head size   P = 64 tokens of a KV page
- *   "local": of this lane's shard
  */
 #ifndef QL_KERNELS_KERNELS_H
 #define QL_KERNELS_KERNELS_H
-
-#include "runtime/base/qformat.h"
-#include "runtime/base/status.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-typedef struct ql_dev ql_dev;
-
-/* The phase, not the row count, picks kernel family and precision (docs/design.md, "One reduction order"). */
-typedef enum ql_phase { QL_PHASE_PROMPT = 0, QL_PHASE_GEN = 1 } ql_phase;
-
-enum { QL_PAGE = 64, QL_GDN_CHUNK = 64 };
-
-/* The rows of one step. Segment s is n consecutive rows of one sequence, positions pos0[s].. in order; in the prompt
- * phase pos0 is a multiple of 64. Arrays live on the device. */
-typedef struct ql_batch {
-    ql_phase phase;
-    int32_t n_row, n_seg;
-    int32_t max_page;        /* row stride of `page` */
-    const int32_t *row_seg;  /* [n_row] segment of a row */
-    const int32_t *row_pos;  /* [n_row] position in its sequence */
-    const int32_t *seg_row;  /* [n_seg + 1] first row of each segment, then n_row */
-    const int32_t *seg_pos;  /* [n_seg] position of the first row */
-    const int32_t *seg_slot; /* [n_seg] state slot */
-    const int32_t *page;     /* [n_seg][max_page] KV page of positions 64*i .. 64*i+63 */
-} ql_batch;
-
-/* Sizes that scratch depends on, all local to the lane. */
-typedef struct ql_shape {
-    int32_t hidden, vocab, vocab_local;
-    int32_t n_head, n_kv_head, n_key_head, n_value_head, mlp;
-    int32_t max_row;         /* rows of one step */
-    int32_t max_seg;         /* segments of one step */
-    int32_t max_out;         /* rows that get logits in one step */
-    int32_t max_ctx;
-} ql_shape;
 
 #include "kernels/attention.h"
 #include "kernels/embed.h"
@@ -60,6 +18,10 @@ typedef struct ql_shape {
 #include "kernels/mlp.h"
 #include "kernels/norm.h"
 #include "kernels/sample.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* Families with a counter of their own: which kernels served a run. Linear paths are format x phase. */
 typedef enum ql_path {
@@ -95,6 +57,14 @@ typedef struct ql_ops {
     ql_status (*sync)(ql_dev *dev);
     /* Scratch that the ops of this device need for the shape; becomes dev->scratch before the first op. */
     size_t (*scratch_bytes)(const ql_dev *dev, const ql_shape *shape);
+
+    /* Recording: ops called between begin and end are recorded instead of run; end ends it in any case. A recording is
+     * launched on the device's stream and may be launched again and again; free accepts NULL. All four are NULL for a
+     * device that has none. */
+    ql_status (*graph_begin)(ql_dev *dev);
+    ql_status (*graph_end)(ql_dev *dev, void **graph);
+    ql_status (*graph_launch)(ql_dev *dev, void *graph);
+    void (*graph_free)(ql_dev *dev, void *graph);
 
     /* weights */
     void (*weight_bytes)(ql_qformat format, int32_t n, int32_t k, int32_t row_off, int32_t col_off,

@@ -4,6 +4,10 @@
 
 #include "runtime/base/thread.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct ql_log {
     ql_log_fn fn; /* NULL: silent */
     void *user;
@@ -16,4 +20,7 @@ void ql_log_deinit(ql_log *log);
 /* log may be NULL. */
 void ql_logf(ql_log *log, ql_log_level level, const char *fmt, ...) QL_PRINTF(3, 4);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -7,6 +7,10 @@
 #include <pthread.h>
 #include <stdbool.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef pthread_mutex_t ql_mutex;
 typedef pthread_cond_t ql_cond; /* bound to the monotonic clock */
 typedef pthread_t ql_thread;
@@ -37,4 +41,7 @@ int64_t ql_now_ns(void); /* monotonic */
 static inline double ql_seconds_since(int64_t t0_ns) { return (double)(ql_now_ns() - t0_ns) * 1e-9; }
 void ql_sleep_ms(int32_t ms);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -16,7 +16,6 @@ static ql_status copy_options(ql_engine *e, const ql_options *o, ql_error *err) 
     }
     e->options = *o;
     e->options.allocator = NULL;
-    e->options.devices = NULL;
     e->options.model = ql_strdup(NULL, o->model);
     e->options.kernels = o->kernels ? ql_strdup(NULL, o->kernels) : NULL;
     if (!e->options.model || (o->kernels && !e->options.kernels)) {
@@ -50,46 +49,37 @@ static ql_status open_model_files(ql_engine *e, ql_error *err) {
     return QL_OK;
 }
 
-/* Memory that one of n lanes may use on this host. */
-static uint64_t host_memory(int32_t n_lane) {
-    FILE *f = fopen("/proc/meminfo", "r");
-    uint64_t kib = 0;
-    char line[128];
-    while (f && fgets(line, sizeof line, f)) {
-        unsigned long long v;
-        if (sscanf(line, "MemAvailable: %llu kB", &v) == 1) {
-            kib = v;
-        }
-    }
-    if (f) {
-        fclose(f);
-    }
-    return kib ? kib * 1024 / (uint64_t)n_lane : UINT64_MAX;
-}
-
-/* Lane count, context and limits; refuses what does not fit before anything is allocated. */
-static ql_status plan(ql_engine *e, ql_error *err) {
+/* Devices and shards. */
+static ql_status choose(ql_engine *e, ql_error *err) {
     const ql_options *o = &e->options;
     QL_TRY(ql_options_check(o, &e->ckpt->config, e->ckpt->has_mtp, err));
-    if (o->device == QL_DEVICE_CUDA) {
-        return ql_fail(err, QL_ERR_DEVICE, "this build has no CUDA lanes; accepted is the host device");
-    }
-    e->device = QL_DEVICE_HOST;
-    e->n_lane = o->lanes ? o->lanes : 1;
+    QL_TRY(ql_devices_choose(&e->devices, o, &e->ckpt->config, err));
+    e->n_lane = e->devices.n_lane;
     for (int32_t i = 0; i < e->n_lane; i++) {
-        QL_TRY(ql_shard_init(&e->shard[i], &e->ckpt->config, e->n_lane, i, err));
+        ql_shard shard; /* a lane count past the array is refused here, with the counts that the model allows */
+        QL_TRY(ql_shard_init(&shard, &e->ckpt->config, e->n_lane, i, err));
+        e->shard[i] = shard;
     }
-    uint64_t mem = o->mem_bytes ? o->mem_bytes : host_memory(e->n_lane);
-    int32_t fits = ql_plan_max_ctx(e->ckpt, o, ql_host_ops(), e->n_lane, mem);
+    e->comm_bytes = ql_devices_comm_bytes(&e->devices, ql_plan_reduce_bytes(e->ckpt, o));
+    return QL_OK;
+}
+
+/* Context and limits; refuses what does not fit before anything large is allocated. */
+static ql_status plan(ql_engine *e, ql_error *err) {
+    const ql_options *o = &e->options;
+    /* The collectives' memory is taken already and part of what is planned. */
+    uint64_t mem = o->mem_bytes ? o->mem_bytes : ql_devices_free_bytes(&e->devices, &e->lanes);
+    mem = o->mem_bytes || mem > UINT64_MAX - e->comm_bytes ? mem : mem + e->comm_bytes;
+    int32_t fits = ql_plan_max_ctx(e->ckpt, o, &e->devices, mem);
     e->ctx = o->ctx ? o->ctx : fits;
     if (fits == 0 || e->ctx > fits) {
         int32_t wanted = e->ctx ? e->ctx : QL_PAGE;
-        uint64_t need = ql_plan_largest_lane(e->ckpt, o, ql_host_ops(), e->n_lane, wanted);
+        uint64_t need = ql_plan_largest_lane(e->ckpt, o, &e->devices, wanted);
         return ql_fail(err, QL_ERR_MEMORY,
                        "a lane needs %.2f GiB for %d sequences of %d tokens and may use %.2f GiB; the largest context that fits is %d",
                        (double)need / 0x1p30, o->max_seqs, wanted, (double)mem / 0x1p30, fits);
     }
-    e->limits = ql_limits_of(o, e->ctx);
+    e->limits = ql_limits_of(o, e->devices.kind, e->ctx);
     return QL_OK;
 }
 
@@ -115,8 +105,7 @@ static ql_status alloc_conductor(ql_engine *e, ql_error *err) {
 
 static ql_status lane_open_device(ql_lane *lane, void *arg) {
     ql_engine *e = arg;
-    QL_TRY(ql_host_dev_open(&lane->dev, e->options.kernels, e->mem, &lane->err));
-    ql_comm_host_bind(e->comm, lane->index, &lane->dev, &lane->comm);
+    QL_TRY(ql_devices_open_lane(&e->devices, e->options.kernels, lane));
     if (e->hooks.dev_opened) {
         e->hooks.dev_opened(e->hooks.user, lane->index, &lane->dev);
     }
@@ -139,13 +128,11 @@ static void count_resident(void *user, uint64_t bytes) {
 static ql_status lane_open_model(ql_lane *lane, void *arg) {
     ql_engine *e = arg;
     const ql_shard *shard = &e->shard[lane->index];
-    ql_model *model = NULL;
-    QL_TRY(ql_model_open(&model, e->ckpt, shard, &e->limits, &lane->dev, &lane->comm, &e->log, e->allowed, count_resident,
-                         e, &lane->err));
-    lane->user = model;
+    QL_TRY(ql_model_open(&e->model[lane->index], e->ckpt, shard, &e->limits, &lane->dev, &lane->comm, &e->log, e->allowed,
+                         count_resident, e, &lane->err));
     ql_model_bytes planned;
     ql_model_size(e->ckpt, shard, &e->limits, lane->dev.ops, &planned);
-    if (memcmp(&planned, ql_model_held(model), sizeof planned) != 0) {
+    if (memcmp(&planned, ql_model_held(e->model[lane->index]), sizeof planned) != 0) {
         return ql_fail(&lane->err, QL_ERR_INTERNAL, "lane %d holds other bytes than were planned", lane->index);
     }
     return QL_OK;
@@ -153,15 +140,13 @@ static ql_status lane_open_model(ql_lane *lane, void *arg) {
 
 static ql_status lane_step(ql_lane *lane, void *arg) {
     const ql_engine *e = arg;
-    return ql_model_step(lane->user, &e->step);
+    return ql_model_step(e->model[lane->index], &e->step);
 }
 
 static void lane_fini(ql_lane *lane) {
-    ql_model *model = lane->user;
-    ql_model_close(&model);
-    if (lane->dev.ops) {
-        lane->dev.ops->close(&lane->dev);
-    }
+    ql_engine *e = lane->group->user;
+    ql_model_close(&e->model[lane->index]);
+    ql_devices_close_lane(&e->devices, lane);
 }
 
 ql_status ql_engine_run_step(ql_engine *e, ql_error *err) {
@@ -171,13 +156,19 @@ ql_status ql_engine_run_step(ql_engine *e, ql_error *err) {
 
 /* ---- open and close ----------------------------------------------------------------------------------------------- */
 
+/* Lanes with their devices and collectives; what they hold is planned with them at hand. */
 static ql_status open_lanes(ql_engine *e, ql_error *err) {
-    QL_TRY(ql_lanes_open(&e->lanes, e->n_lane, e->options.wait_ms, lane_fini, &e->log, e->mem, err));
-    QL_TRY(ql_comm_host_open(&e->comm, e->n_lane, &e->lanes.abort, e->options.wait_ms, e->mem, err));
+    size_t reduce_bytes = ql_plan_reduce_bytes(e->ckpt, &e->options);
+    QL_TRY(ql_lanes_open(&e->lanes, e->n_lane, e->options.wait_ms, lane_fini, e, &e->log, e->mem, err));
+    QL_TRY(ql_devices_open(&e->devices, &e->options, &e->lanes, reduce_bytes, err));
     QL_TRY(ql_lanes_run(&e->lanes, lane_open_device, e, err));
+    return ql_devices_connect(&e->devices, &e->lanes, err);
+}
+
+static ql_status open_models(ql_engine *e, ql_error *err) {
     for (int32_t i = 0; i < e->n_lane; i++) {
         ql_model_bytes b;
-        ql_model_size(e->ckpt, &e->shard[i], &e->limits, e->lanes.lane[i].dev.ops, &b);
+        ql_model_size(e->ckpt, &e->shard[i], &e->limits, e->devices.ops, &b);
         e->total_bytes += b.stored_weight + b.stored_scale;
     }
     return ql_lanes_run(&e->lanes, lane_open_model, e, err);
@@ -206,9 +197,12 @@ ql_status ql_engine_open_hooked(ql_engine **engine, const ql_options *options, c
     QL_TRY_GOTO(ql_cond_init(&e->done, err), fail_done);
     QL_TRY_GOTO(copy_options(e, options, err), fail);
     QL_TRY_GOTO(open_model_files(e, err), fail);
+    QL_TRY_GOTO(choose(e, err), fail);
+    e->options.devices = NULL; /* the caller's; copied by now */
+    QL_TRY_GOTO(open_lanes(e, err), fail);
     QL_TRY_GOTO(plan(e, err), fail);
     QL_TRY_GOTO(alloc_conductor(e, err), fail);
-    QL_TRY_GOTO(open_lanes(e, err), fail);
+    QL_TRY_GOTO(open_models(e, err), fail);
     QL_TRY_GOTO(ql_thread_start(&e->conductor, "qlane-conductor", ql_conductor_main, e, err), fail);
     e->conducting = true;
     e->load_s = ql_seconds_since(t0);
@@ -251,7 +245,7 @@ void ql_engine_close(ql_engine **engine) {
     if (!ql_lanes_close(&e->lanes)) {
         return; /* a lane is still out there and reads all this */
     }
-    ql_comm_host_close(&e->comm);
+    ql_devices_close(&e->devices);
     free(e->step.probe_hidden);
     free(e->step.probe_final);
     free(e->step.probe_logits);
@@ -379,7 +373,7 @@ ql_status ql_engine_stats(ql_engine *e, ql_stats *s) {
     s->size = sizeof *s;
     s->n_lanes = e->n_lane;
     s->slices = e->ckpt->config.slices;
-    s->device = e->device;
+    s->device = e->devices.kind;
     s->ctx = e->ctx;
     s->max_seqs = e->limits.max_seq;
     s->chunk = e->options.chunk;
@@ -393,7 +387,7 @@ ql_status ql_engine_stats(ql_engine *e, ql_stats *s) {
     s->steps = relaxed(&e->n_steps);
     for (int32_t i = 0; i < e->n_lane; i++) {
         const ql_lane *lane = &e->lanes.lane[i];
-        const ql_model_bytes *b = ql_model_held(lane->user);
+        const ql_model_bytes *b = ql_model_held(e->model[i]);
         ql_lane_stats *l = &s->lane[i];
         *l = (ql_lane_stats){
             .weight_bytes = b->weight,
@@ -402,7 +396,7 @@ ql_status ql_engine_stats(ql_engine *e, ql_stats *s) {
             .stored_scale_bytes = b->stored_scale,
             .kv_bytes = b->kv,
             .state_bytes = b->state,
-            .workspace_bytes = b->workspace,
+            .workspace_bytes = b->workspace + e->comm_bytes,
             .h2d_bytes = relaxed(&lane->dev.h2d_bytes),
             .d2h_bytes = relaxed(&lane->dev.d2h_bytes),
         };
@@ -423,7 +417,7 @@ ql_status ql_engine_stats(ql_engine *e, ql_stats *s) {
     for (int32_t t = 0; t < QL_TIME_COUNT; t++) {
         ql_phase_time *out = &s->phase[s->n_phases++];
         snprintf(out->name, sizeof out->name, "%s", ql_phase_kind_name(t));
-        out->ms = (double)relaxed(&ql_model_times(first->user)[t]) * 1e-6;
+        out->ms = (double)relaxed(&ql_model_times(e->model[0])[t]) * 1e-6;
     }
     return QL_OK;
 }

@@ -8,6 +8,7 @@
 
 #include "loader/checkpoint.h"
 #include "runtime/base/buf.h"
+#include "runtime/engine/device.h"
 #include "runtime/engine/test_hooks.h"
 #include "runtime/lane/lane.h"
 #include "runtime/model/model.h"
@@ -21,15 +22,16 @@ enum { QL_MAX_LANES = QL_MAX_SLICES, QL_MAX_SEQS = 256, QL_MAX_STOP = 16 };
 ql_status ql_options_check(const ql_options *options, const ql_config *config, bool has_mtp, ql_error *err);
 
 /* Limits of a context length under these options. */
-ql_model_limits ql_limits_of(const ql_options *options, int32_t ctx);
+ql_model_limits ql_limits_of(const ql_options *options, ql_device_kind kind, int32_t ctx);
 
-/* Bytes of the lane that holds most. */
-uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *options, const ql_ops *ops, int32_t n_lane,
-                              int32_t ctx);
+/* The longest vector that lanes add: a chunk's rows of the residual stream. */
+size_t ql_plan_reduce_bytes(const ql_checkpoint *ckpt, const ql_options *options);
+
+/* Bytes of the lane that holds most, its collectives included. */
+uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *options, const ql_devices *devices, int32_t ctx);
 
 /* The largest context, a multiple of 64 or the model's limit, whose largest lane fits in `mem`; 0: none. */
-int32_t ql_plan_max_ctx(const ql_checkpoint *ckpt, const ql_options *options, const ql_ops *ops, int32_t n_lane,
-                        uint64_t mem);
+int32_t ql_plan_max_ctx(const ql_checkpoint *ckpt, const ql_options *options, const ql_devices *devices, uint64_t mem);
 
 /* ---- a request and its sequence (seq.c) ---------------------------------------------------------------------- */
 
@@ -104,13 +106,14 @@ struct ql_engine {
     ql_test_hooks hooks;
     ql_checkpoint *ckpt;
     ql_tokenizer *tokenizer; /* NULL: ids only */
-    ql_device_kind device;
+    ql_devices devices;
     int32_t n_lane, ctx;
     ql_model_limits limits;
     ql_shard shard[QL_MAX_LANES];
     uint32_t *allowed;
     ql_lane_group lanes;
-    ql_comm_group *comm;
+    ql_model *model[QL_MAX_LANES];
+    uint64_t comm_bytes;     /* of each lane's collectives */
     double load_s;
 
     ql_mutex progress_mutex; /* guards the two below and calls of options.progress */

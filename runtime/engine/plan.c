@@ -39,7 +39,11 @@ ql_status ql_options_check(const ql_options *o, const ql_config *config, bool ha
     return QL_OK;
 }
 
-ql_model_limits ql_limits_of(const ql_options *o, int32_t ctx) {
+static ql_precision precision_or(ql_precision chosen, ql_precision otherwise) {
+    return chosen == QL_PREC_AUTO ? otherwise : chosen;
+}
+
+ql_model_limits ql_limits_of(const ql_options *o, ql_device_kind kind, int32_t ctx) {
     return (ql_model_limits){
         .max_row = o->chunk > o->max_seqs ? o->chunk : o->max_seqs,
         .max_seq = o->max_seqs,
@@ -48,38 +52,41 @@ ql_model_limits ql_limits_of(const ql_options *o, int32_t ctx) {
         .kv = o->kv,
         .mtp = o->mtp != 0,
         .verify = o->verify != 0,
-        .prompt_precision = o->prompt_precision == QL_PREC_AUTO ? QL_PREC_EXACT : o->prompt_precision,
-        .gen_precision = o->gen_precision == QL_PREC_AUTO ? QL_PREC_EXACT : o->gen_precision,
+        .prompt_precision = precision_or(o->prompt_precision, kind == QL_DEVICE_CUDA ? QL_PREC_BF16 : QL_PREC_EXACT),
+        .gen_precision = precision_or(o->gen_precision, QL_PREC_EXACT),
     };
+}
+
+size_t ql_plan_reduce_bytes(const ql_checkpoint *ckpt, const ql_options *o) {
+    return (size_t)ql_limits_of(o, QL_DEVICE_HOST, QL_PAGE).max_row * (size_t)ckpt->config.hidden * sizeof(float);
 }
 
 static uint64_t total_of(const ql_model_bytes *b) { return b->weight + b->scale + b->kv + b->state + b->workspace; }
 
-uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *o, const ql_ops *ops, int32_t n_lane,
-                              int32_t ctx) {
-    ql_model_limits limits = ql_limits_of(o, ctx);
+uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *o, const ql_devices *d, int32_t ctx) {
+    ql_model_limits limits = ql_limits_of(o, d->kind, ctx);
     uint64_t largest = 0;
-    for (int32_t i = 0; i < n_lane; i++) {
+    for (int32_t i = 0; i < d->n_lane; i++) {
         ql_shard shard;
-        if (ql_shard_init(&shard, &ckpt->config, n_lane, i, NULL) != QL_OK) {
+        if (ql_shard_init(&shard, &ckpt->config, d->n_lane, i, NULL) != QL_OK) {
             return UINT64_MAX;
         }
         ql_model_bytes b;
-        ql_model_size(ckpt, &shard, &limits, ops, &b);
+        ql_model_size(ckpt, &shard, &limits, d->ops, &b);
         largest = total_of(&b) > largest ? total_of(&b) : largest;
     }
-    return largest;
+    return largest + ql_devices_comm_bytes(d, ql_plan_reduce_bytes(ckpt, o));
 }
 
-int32_t ql_plan_max_ctx(const ql_checkpoint *ckpt, const ql_options *o, const ql_ops *ops, int32_t n_lane, uint64_t mem) {
+int32_t ql_plan_max_ctx(const ql_checkpoint *ckpt, const ql_options *o, const ql_devices *d, uint64_t mem) {
     int32_t max = ckpt->config.max_ctx;
-    if (ql_plan_largest_lane(ckpt, o, ops, n_lane, max) <= mem) {
+    if (ql_plan_largest_lane(ckpt, o, d, max) <= mem) {
         return max;
     }
     int32_t lo = 0, hi = ql_pages_of(max); /* lo pages fit (0: nothing), hi do not */
     while (hi - lo > 1) {
         int32_t mid = lo + (hi - lo) / 2;
-        if (ql_plan_largest_lane(ckpt, o, ops, n_lane, mid * QL_PAGE) <= mem) {
+        if (ql_plan_largest_lane(ckpt, o, d, mid * QL_PAGE) <= mem) {
             lo = mid;
         } else {
             hi = mid;
@@ -93,8 +100,10 @@ ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_
     if (plan->size != sizeof *plan) {
         return ql_fail(err, QL_ERR_USAGE, "plan.size is %zu; set it to sizeof(ql_plan), %zu", plan->size, sizeof *plan);
     }
-    const ql_ops *ops = ql_host_ops();
-    int32_t n_lane = o->lanes ? o->lanes : 1;
+    /* Plans need no device: unless CUDA lanes are asked for by name they are host lanes'. */
+    ql_devices devices;
+    QL_TRY(ql_devices_of_plan(&devices, o, err));
+    int32_t n_lane = devices.n_lane;
     ql_shard shard;
     QL_TRY(ql_shard_init(&shard, &ckpt->config, n_lane, 0, err));
 
@@ -107,15 +116,16 @@ ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_
     plan->kv = o->kv;
     plan->mem_bytes = o->mem_bytes;
     plan->max_ctx_that_fits =
-        o->mem_bytes ? ql_plan_max_ctx(ckpt, o, ops, n_lane, o->mem_bytes) : ckpt->config.max_ctx;
+        o->mem_bytes ? ql_plan_max_ctx(ckpt, o, &devices, o->mem_bytes) : ckpt->config.max_ctx;
     plan->ctx = o->ctx ? o->ctx : plan->max_ctx_that_fits ? plan->max_ctx_that_fits : QL_PAGE;
-    ql_model_limits limits = ql_limits_of(o, plan->ctx);
+    ql_model_limits limits = ql_limits_of(o, devices.kind, plan->ctx);
     plan->state_bytes_per_seq = ql_model_slot_bytes(ckpt, &shard);
     plan->kv_bytes_per_token = ql_model_page_bytes(ckpt, &shard, &limits) / QL_PAGE;
     for (int32_t i = 0; i < n_lane; i++) {
         QL_TRY(ql_shard_init(&shard, &ckpt->config, n_lane, i, err));
         ql_model_bytes b;
-        ql_model_size(ckpt, &shard, &limits, ops, &b);
+        ql_model_size(ckpt, &shard, &limits, devices.ops, &b);
+        b.workspace += ql_devices_comm_bytes(&devices, ql_plan_reduce_bytes(ckpt, o));
         plan->lane[i] = (ql_lane_plan){
             .weight_bytes = b.weight,
             .scale_bytes = b.scale,

@@ -14,6 +14,20 @@ void ql_abort_raise(ql_abort *abort, const ql_error *error) {
     if (abort->first.status == QL_OK) {
         abort->first = *error;
         __atomic_store_n(&abort->flag, 1, __ATOMIC_RELEASE); /* pairs with ql_abort_raised */
+        for (size_t i = 0; i < sizeof abort->mirror / sizeof *abort->mirror; i++) {
+            if (abort->mirror[i]) {
+                __atomic_store_n(abort->mirror[i], 1, __ATOMIC_RELEASE);
+            }
+        }
+    }
+    ql_unlock(&abort->mutex);
+}
+
+void ql_abort_mirror(ql_abort *abort, int32_t index, uint32_t *word) {
+    ql_lock(&abort->mutex);
+    abort->mirror[index] = word;
+    if (word) {
+        __atomic_store_n(word, ql_abort_raised(abort) ? 1 : 0, __ATOMIC_RELEASE);
     }
     ql_unlock(&abort->mutex);
 }

@@ -21,6 +21,9 @@ static void *lane_main(void *arg) {
         ql_unlock(&g->mutex);
         if (fn(lane, fn_arg) != QL_OK) {
             ql_abort_raise(&g->abort, &lane->err);
+            if (lane->comm.let_go) {
+                lane->comm.let_go(&lane->comm);
+            }
         }
         ql_lock(&g->mutex);
         lane->fn = NULL;
@@ -40,13 +43,14 @@ static void *lane_main(void *arg) {
     return NULL;
 }
 
-ql_status ql_lanes_open(ql_lane_group *g, int32_t n_lane, int32_t wait_ms, void (*fini)(ql_lane *lane), ql_log *log,
-                        const ql_allocator *mem, ql_error *err) {
+ql_status ql_lanes_open(ql_lane_group *g, int32_t n_lane, int32_t wait_ms, void (*fini)(ql_lane *lane), void *user,
+                        ql_log *log, const ql_allocator *mem, ql_error *err) {
     memset(g, 0, sizeof *g);
     g->mem = mem;
     g->log = log;
     g->wait_ms = wait_ms;
     g->fini = fini;
+    g->user = user;
     ql_status status;
     QL_TRY_GOTO(ql_alloc(mem, (size_t)n_lane, sizeof *g->lane, "lanes", (void **)&g->lane, err), fail);
     QL_TRY_GOTO(ql_abort_init(&g->abort, err), fail_abort);

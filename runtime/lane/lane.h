@@ -24,7 +24,6 @@ struct ql_lane {
     ql_error err;   /* the lane thread's; dev.err points here */
     ql_dev dev;     /* the lane thread's; its counters may be read by anyone with relaxed atomics */
     ql_comm comm;
-    void *user;     /* the level above's per-lane object */
 
     /* guarded by group->mutex */
     ql_lane_fn fn;  /* not NULL: posted or running */
@@ -40,14 +39,15 @@ struct ql_lane_group {
     ql_mutex mutex; /* guards closing, n_busy and the lanes' fn and arg */
     ql_cond posted, finished;
     void (*fini)(ql_lane *lane);
+    void *user;     /* the level above's */
     bool closing;
     int32_t n_busy;
 };
 
 /* Starts n threads. `fini` runs on each as its last act, once every lane is idle, so that no peer still reads what it
  * frees. On failure everything is released. */
-ql_status ql_lanes_open(ql_lane_group *group, int32_t n_lane, int32_t wait_ms, void (*fini)(ql_lane *lane), ql_log *log,
-                        const ql_allocator *mem, ql_error *err);
+ql_status ql_lanes_open(ql_lane_group *group, int32_t n_lane, int32_t wait_ms, void (*fini)(ql_lane *lane), void *user,
+                        ql_log *log, const ql_allocator *mem, ql_error *err);
 
 /* Runs fn(lane, arg) on every lane and waits. The first error of any lane, or of the deadline, goes to err. One caller
  * at a time. */

@@ -228,6 +228,79 @@ static ql_status probe_hidden(ql_model *m, const ql_step *step, int32_t layer_in
     return m->dev->ops->d2h(m->dev, step->probe_hidden + layer_index * n, m->ws.x, (size_t)n * sizeof(float));
 }
 
+/* Everything a step does on the device between its inputs and its outputs. Without probes it touches no host memory and
+ * can be recorded. */
+static ql_status compute(ql_model *m, const ql_step *step, const ql_batch *b, int64_t *mark) {
+    ql_workspace *ws = &m->ws;
+    const uint8_t *in = ws->block;
+    const ql_step_layout *at = &m->layout;
+    int64_t elems = (int64_t)b->n_row * m->config->hidden;
+    QL_TRY(embed(m, (const int32_t *)(in + at->id), b->n_row, ws->x));
+    lap(m, QL_TIME_EMBED, mark);
+    QL_TRY(probe_hidden(m, step, 0));
+    for (int32_t i = 0; i < m->config->n_layer; i++) {
+        QL_TRY(layer(m, b, &m->layer[i], ws->x, i > 0, mark));
+        if (step->probe_hidden) {
+            /* The next norm adds the product to x; a probe wants the sum now. Adding it twice is avoided by zeroing. */
+            OP(m, add, (ql_add_args){.x = ws->x, .y = ws->delta, .n = elems});
+            QL_TRY(m->dev->ops->zero(m->dev, ws->delta, (size_t)elems * sizeof(float)));
+            QL_TRY(probe_hidden(m, step, i + 1));
+        }
+    }
+    QL_TRY(norm(m, b->n_row, ws->x, ws->delta, m->norm, ws->xn, m->config->hidden));
+    if (step->probe_final && m->comm->lane == 0) {
+        QL_TRY(m->dev->ops->d2h(m->dev, step->probe_final, ws->xn, (size_t)elems * sizeof(float)));
+    }
+    if (step->probe_logits) {
+        QL_TRY(probe_head(m, b, ws->xn, b->n_row, step->probe_logits));
+    }
+    if (step->n_out > 0) {
+        OP(m, gather_rows, (ql_gather_rows_args){.x = ws->xn, .row = (const int32_t *)(in + at->out_row), .y = ws->out_x,
+                                                 .n = step->n_out, .width = m->config->hidden});
+        QL_TRY(head(m, b, ws->out_x, step->n_out));
+        lap(m, QL_TIME_HEAD, mark);
+        QL_TRY(choose(m, step, (const ql_sample_row *)(in + at->sample), (const ql_penalty *)(in + at->penalty)));
+    }
+    return QL_OK;
+}
+
+/* ---- recorded steps ------------------------------------------------------------------------------------------- */
+
+/* A generation step's launches depend on its row count and candidate count alone; all else is in device memory. So each
+ * such shape is recorded once and replayed. It runs plainly the first time, when the device may still load code. */
+static ql_status run_recorded(ql_model *m, const ql_step *step, const ql_batch *b, int64_t *mark) {
+    const ql_ops *ops = m->dev->ops;
+    ql_recording *r = NULL;
+    for (int32_t i = 0; i < m->n_recording && !r; i++) {
+        r = m->recording[i].n_row == step->n_row && m->recording[i].k_cap == step->k_cap ? &m->recording[i] : NULL;
+    }
+    if (!r) {
+        int32_t i = m->n_recording < QL_MAX_RECORDINGS ? m->n_recording++ : m->next_recording++ % QL_MAX_RECORDINGS;
+        r = &m->recording[i];
+        ops->graph_free(m->dev, r->graph);
+        *r = (ql_recording){.n_row = step->n_row, .k_cap = step->k_cap};
+        return compute(m, step, b, mark);
+    }
+    if (!r->graph) {
+        uint64_t before[QL_PATH_COUNT];
+        memcpy(before, m->dev->n_path, sizeof before);
+        QL_TRY(ops->graph_begin(m->dev));
+        ql_status status = compute(m, step, b, mark);
+        ql_status ended = ops->graph_end(m->dev, &r->graph); /* ends the capture in any case */
+        QL_TRY(status);
+        QL_TRY(ended);
+        for (int32_t p = 0; p < QL_PATH_COUNT; p++) {
+            r->calls[p] = m->dev->n_path[p] - before[p];
+            ql_dev_count(&m->dev->n_path[p], 0 - r->calls[p]); /* recorded, not run */
+        }
+    }
+    for (int32_t p = 0; p < QL_PATH_COUNT; p++) {
+        ql_dev_count(&m->dev->n_path[p], r->calls[p]);
+    }
+    ql_dev_count(&m->dev->progress, 1);
+    return ops->graph_launch(m->dev, r->graph);
+}
+
 ql_status ql_model_step(ql_model *m, const ql_step *step) {
     ql_workspace *ws = &m->ws;
     const ql_step_layout *at = &m->layout;
@@ -244,48 +317,24 @@ ql_status ql_model_step(ql_model *m, const ql_step *step) {
         .seg_slot = (const int32_t *)(in + at->seg_slot),
         .page = (const int32_t *)(in + at->page),
     };
-    const ql_sample_row *sample = (const ql_sample_row *)(in + at->sample);
-    const ql_penalty *penalty = (const ql_penalty *)(in + at->penalty);
-
     int64_t mark = ql_now_ns();
     QL_TRY(upload(m, step));
-    QL_TRY(embed(m, (const int32_t *)(in + at->id), b.n_row, ws->x));
-    lap(m, QL_TIME_EMBED, &mark);
-    QL_TRY(probe_hidden(m, step, 0));
-    for (int32_t i = 0; i < m->config->n_layer; i++) {
-        QL_TRY(layer(m, &b, &m->layer[i], ws->x, i > 0, &mark));
-        if (step->probe_hidden) {
-            /* The next norm adds the product to x; a probe wants the sum now. Adding it twice is avoided by zeroing. */
-            OP(m, add, (ql_add_args){.x = ws->x, .y = ws->delta, .n = (int64_t)b.n_row * m->config->hidden});
-            QL_TRY(m->dev->ops->zero(m->dev, ws->delta, (size_t)b.n_row * (size_t)m->config->hidden * sizeof(float)));
-            QL_TRY(probe_hidden(m, step, i + 1));
-        }
+    bool record = step->phase == QL_PHASE_GEN && m->dev->ops->graph_begin;
+    QL_TRY(record ? run_recorded(m, step, &b, &mark) : compute(m, step, &b, &mark));
+    if (step->logits) {
+        QL_TRY(copy_columns(m, ws->logits, step->n_out, step->logits));
     }
-    QL_TRY(norm(m, b.n_row, ws->x, ws->delta, m->norm, ws->xn, m->config->hidden));
-    if (step->probe_final && m->comm->lane == 0) {
-        QL_TRY(m->dev->ops->d2h(m->dev, step->probe_final, ws->xn, (size_t)b.n_row * (size_t)m->config->hidden * sizeof(float)));
-    }
-    if (step->probe_logits) {
-        QL_TRY(probe_head(m, &b, ws->xn, b.n_row, step->probe_logits));
-    }
-    if (step->n_out > 0) {
-        OP(m, gather_rows, (ql_gather_rows_args){.x = ws->xn, .row = (const int32_t *)(in + at->out_row), .y = ws->out_x,
-                                                 .n = step->n_out, .width = m->config->hidden});
-        QL_TRY(head(m, &b, ws->out_x, step->n_out));
-        if (step->logits) {
-            QL_TRY(copy_columns(m, ws->logits, step->n_out, step->logits));
-        }
-        lap(m, QL_TIME_HEAD, &mark);
-        QL_TRY(choose(m, step, sample, penalty));
-        if (m->comm->lane == 0) {
-            QL_TRY(m->dev->ops->d2h(m->dev, step->id, ws->id, (size_t)step->n_out * sizeof *step->id));
-            QL_TRY(m->dev->ops->d2h(m->dev, step->logprob, ws->logprob, (size_t)step->n_out * sizeof *step->logprob));
-        }
+    if (step->n_out > 0 && m->comm->lane == 0) {
+        QL_TRY(m->dev->ops->d2h(m->dev, step->id, ws->id, (size_t)step->n_out * sizeof *step->id));
+        QL_TRY(m->dev->ops->d2h(m->dev, step->logprob, ws->logprob, (size_t)step->n_out * sizeof *step->logprob));
     }
     if (step->n_mtp_row > 0) {
         QL_TRY(mtp(m, step, &b, (const int32_t *)(in + at->next_id), (const int32_t *)(in + at->mtp_seg_row)));
     }
     QL_TRY(m->dev->ops->sync(m->dev));
+    if (m->comm->check) {
+        QL_TRY(m->comm->check(m->comm));
+    }
     lap(m, QL_TIME_SAMPLE, &mark);
     return QL_OK;
 }

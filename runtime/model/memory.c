@@ -331,6 +331,9 @@ void ql_model_close(ql_model **model) {
         return;
     }
     ql_dev *dev = m->dev;
+    for (int32_t i = 0; i < m->n_recording; i++) {
+        dev->ops->graph_free(dev, m->recording[i].graph);
+    }
     if (m->layer) {
         for (int32_t i = 0; i < m->config->n_layer; i++) {
             free_layer_state(dev, &m->layer[i]);

@@ -38,6 +38,15 @@ typedef struct ql_workspace {
     size_t bytes;
 } ql_workspace;
 
+/* A generation step as the device recorded it (docs/design.md). */
+enum { QL_MAX_RECORDINGS = 32 };
+
+typedef struct ql_recording {
+    int32_t n_row, k_cap; /* its shape */
+    void *graph;          /* NULL: seen once, not recorded yet */
+    uint64_t calls[QL_PATH_COUNT];
+} ql_recording;
+
 struct ql_model {
     const ql_checkpoint *ckpt;
     const ql_config *config;
@@ -68,6 +77,8 @@ struct ql_model {
     ql_step_layout layout;
     ql_model_bytes held;
     uint64_t time_ns[QL_TIME_COUNT];
+    ql_recording recording[QL_MAX_RECORDINGS];
+    int32_t n_recording, next_recording;
 };
 
 ql_shape ql_model_shape(const ql_config *config, const ql_shard *shard, const ql_model_limits *limits);

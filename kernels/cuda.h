@@ -1,0 +1,58 @@
+/* CUDA devices behind the op table: enumeration and opening. No CUDA type crosses this header.
+ *
+ * A lane's thread opens its device and is the only one that calls it; it stays that thread's current CUDA device.
+ * Enumeration may be called from any thread, creates no context and leaves the caller's current device as it was.
+ */
+#ifndef QL_KERNELS_CUDA_H
+#define QL_KERNELS_CUDA_H
+
+#include "kernels/kernels.h"
+
+#include <stdbool.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ql_cuda_device {
+    char name[64];        /* "NVIDIA H200" */
+    uint64_t total_bytes; /* of device memory */
+    int32_t major, minor; /* compute capability */
+    int32_t n_sm;
+    int32_t pci_domain, pci_bus, pci_device;
+} ql_cuda_device;
+
+/* Devices that the driver shows; 0 with *why filled (96 bytes, may be NULL) where there is no driver or it is too old. */
+int32_t ql_cuda_count(char *why);
+
+ql_status ql_cuda_info(int32_t ordinal, ql_cuda_device *out, ql_error *err);
+
+/* Opens device `ordinal` on the calling thread. `kernels` forces variants as for host lanes ("linear=cuda"); NULL picks
+ * the best. Refuses a GPU that this build has no code for, and a driver older than the runtime, by name. */
+ql_status ql_cuda_dev_open(ql_dev *dev, int32_t ordinal, const char *kernels, const ql_allocator *mem, ql_error *err);
+
+/* The CUDA table itself, for plans that have no device. */
+const ql_ops *ql_cuda_ops(void);
+
+/* Free and total bytes of an open device, as the driver sees them now. */
+ql_status ql_cuda_mem(ql_dev *dev, uint64_t *free_bytes, uint64_t *total_bytes);
+
+/* The device's ordinal and its compute stream (a cudaStream_t), for the lane's collectives. */
+int32_t ql_cuda_ordinal(const ql_dev *dev);
+void *ql_cuda_stream(const ql_dev *dev);
+
+/* A decode step as a graph: everything called between begin and end is recorded instead of run. Capture is local to
+ * the thread, so that other threads of the program may use CUDA meanwhile. `graph` is an executable graph, launched on
+ * the device's stream; freeing accepts NULL. */
+ql_status ql_cuda_capture_begin(ql_dev *dev);
+ql_status ql_cuda_capture_end(ql_dev *dev, void **graph);
+ql_status ql_cuda_graph_launch(ql_dev *dev, void *graph);
+void ql_cuda_graph_free(ql_dev *dev, void *graph);
+
+/* "13.0": the CUDA runtime that this build was made with. */
+const char *ql_cuda_build_version(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,480 @@
+/* The CUDA device: opening, memory, copies, graphs, the op table.
+ *
+ * One explicit non-blocking stream carries everything, so ops are ordered by being called. Copies from the host go
+ * through a ring of pinned slots, because the driver's own staging of pageable memory would block the lane's thread;
+ * results wait in pinned memory until sync hands them over. Nothing is allocated after opening but what alloc and
+ * weight_load are asked for.
+ */
+#include "kernels/cuda.h"
+
+#include "kernels/cuda/dev.cuh"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ---- errors ------------------------------------------------------------------------------------------------------ */
+
+ql_status ql_cuda_fail(ql_dev *dev, cudaError_t e, const char *what) {
+    cudaGetLastError();
+    return ql_fail(dev->err, e == cudaErrorMemoryAllocation ? QL_ERR_MEMORY : QL_ERR_DEVICE, "%s: %s: %s", dev->device, what,
+                   cudaGetErrorString(e));
+}
+
+/* ---- enumeration ------------------------------------------------------------------------------------------------- */
+
+int32_t ql_cuda_count(char *why) {
+    enum { WHY_BYTES = 96 };
+    int n = 0;
+    cudaError_t e = cudaGetDeviceCount(&n);
+    if (e == cudaSuccess) {
+        return n;
+    }
+    cudaGetLastError();
+    if (why) {
+        int driver = 0;
+        if (e == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0) {
+            snprintf(why, WHY_BYTES, "the driver supports CUDA %d.%d, this build needs %s", driver / 1000,
+                     driver % 1000 / 10, ql_cuda_build_version());
+        } else {
+            snprintf(why, WHY_BYTES, "%s", cudaGetErrorString(e));
+        }
+    }
+    return 0;
+}
+
+ql_status ql_cuda_info(int32_t ordinal, ql_cuda_device *out, ql_error *err) {
+    char why[96] = "";
+    int32_t n = ql_cuda_count(why);
+    if (ordinal < 0 || ordinal >= n) {
+        if (n == 0) {
+            return ql_fail(err, QL_ERR_DEVICE, "no CUDA device%s%s", why[0] ? ": " : "", why);
+        }
+        return ql_fail(err, QL_ERR_DEVICE, "no CUDA device %d; this machine has 0 to %d", ordinal, n - 1);
+    }
+    struct cudaDeviceProp p;
+    cudaError_t e = cudaGetDeviceProperties(&p, ordinal);
+    if (e != cudaSuccess) {
+        cudaGetLastError();
+        return ql_fail(err, QL_ERR_DEVICE, "CUDA device %d: %s", ordinal, cudaGetErrorString(e));
+    }
+    *out = ql_cuda_device{};
+    snprintf(out->name, sizeof out->name, "%.63s", p.name);
+    out->total_bytes = p.totalGlobalMem;
+    out->major = p.major;
+    out->minor = p.minor;
+    out->n_sm = p.multiProcessorCount;
+    out->pci_domain = p.pciDomainID;
+    out->pci_bus = p.pciBusID;
+    out->pci_device = p.pciDeviceID;
+    return QL_OK;
+}
+
+const char *ql_cuda_build_version(void) {
+#define QL_TEXT_(x) #x
+#define QL_TEXT(x) QL_TEXT_(x)
+    return QL_TEXT(__CUDACC_VER_MAJOR__) "." QL_TEXT(__CUDACC_VER_MINOR__);
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+ql_status ql_cuda_alloc(ql_dev *dev, size_t bytes, const char *what, void **out) {
+    *out = NULL;
+    void *ptr = NULL;
+    cudaError_t e = cudaMalloc(&ptr, bytes ? bytes : 1);
+    if (e != cudaSuccess) {
+        size_t free_bytes = 0, total = 0;
+        cudaGetLastError();
+        cudaMemGetInfo(&free_bytes, &total);
+        cudaGetLastError();
+        return ql_fail(dev->err, e == cudaErrorMemoryAllocation ? QL_ERR_MEMORY : QL_ERR_DEVICE,
+                       "%s: %zu bytes for %s: %s (%zu of %zu bytes free)", dev->device, bytes, what, cudaGetErrorString(e),
+                       free_bytes, total);
+    }
+    if (bytes) {
+        e = cudaMemsetAsync(ptr, 0, bytes, cuda(dev)->stream);
+        if (e != cudaSuccess) {
+            cudaFree(ptr);
+            return ql_cuda_fail(dev, e, what);
+        }
+    }
+    *out = ptr;
+    return QL_OK;
+}
+
+void ql_cuda_free(ql_dev *dev, void *ptr) {
+    (void)dev;
+    if (ptr) {
+        cudaFree(ptr);
+        cudaGetLastError();
+    }
+}
+
+ql_status ql_cuda_slot_take(ql_dev *dev, uint8_t **pinned, int *index) {
+    struct cuda_dev *d = cuda(dev);
+    if (d->slot_used) { /* the slot that small copies share: close it */
+        CU_TRY(dev, cudaEventRecord(d->slot_free[d->slot], d->stream), "copy to device");
+        d->slot_used = 0;
+        d->slot = (d->slot + 1) % STAGE_SLOTS;
+    }
+    *index = d->slot;
+    CU_TRY(dev, cudaEventSynchronize(d->slot_free[d->slot]), "copy to device");
+    *pinned = d->pinned + (size_t)d->slot * STAGE_BYTES;
+    d->slot = (d->slot + 1) % STAGE_SLOTS;
+    return QL_OK;
+}
+
+ql_status ql_cuda_slot_done(ql_dev *dev, int index) {
+    CU_TRY(dev, cudaEventRecord(cuda(dev)->slot_free[index], cuda(dev)->stream), "copy to device");
+    return QL_OK;
+}
+
+ql_status ql_cuda_h2d(ql_dev *dev, void *dst, const void *src, size_t bytes) {
+    struct cuda_dev *d = cuda(dev);
+    ql_dev_count(&dev->h2d_bytes, bytes);
+    if (bytes <= STAGE_BYTES / 8) { /* small copies fill a slot together */
+        if (d->slot_used + bytes > STAGE_BYTES) {
+            CU_TRY(dev, cudaEventRecord(d->slot_free[d->slot], d->stream), "copy to device");
+            d->slot = (d->slot + 1) % STAGE_SLOTS;
+            d->slot_used = 0;
+        }
+        if (d->slot_used == 0) {
+            CU_TRY(dev, cudaEventSynchronize(d->slot_free[d->slot]), "copy to device");
+        }
+        uint8_t *at = d->pinned + (size_t)d->slot * STAGE_BYTES + d->slot_used;
+        memcpy(at, src, bytes);
+        d->slot_used += (bytes + 63) & ~(size_t)63;
+        CU_TRY(dev, cudaMemcpyAsync(dst, at, bytes, cudaMemcpyHostToDevice, d->stream), "copy to device");
+        return QL_OK;
+    }
+    for (size_t done = 0; done < bytes;) {
+        size_t n = bytes - done < STAGE_BYTES ? bytes - done : STAGE_BYTES;
+        uint8_t *pinned;
+        int index;
+        QL_TRY(ql_cuda_slot_take(dev, &pinned, &index));
+        memcpy(pinned, (const uint8_t *)src + done, n);
+        CU_TRY(dev, cudaMemcpyAsync((uint8_t *)dst + done, pinned, n, cudaMemcpyHostToDevice, d->stream), "copy to device");
+        QL_TRY(ql_cuda_slot_done(dev, index));
+        done += n;
+    }
+    return QL_OK;
+}
+
+ql_status ql_cuda_sync(ql_dev *dev) {
+    struct cuda_dev *d = cuda(dev);
+    cudaError_t e = cudaStreamSynchronize(d->stream);
+    if (e != cudaSuccess) {
+        char what[96];
+        snprintf(what, sizeof what, "after %s", d->last_op ? d->last_op : "opening");
+        return ql_cuda_fail(dev, e, what);
+    }
+    for (int i = 0; i < d->n_pending; i++) {
+        memcpy(d->pending[i].dst, d->pending[i].src, d->pending[i].bytes);
+    }
+    d->n_pending = 0;
+    d->back_used = 0;
+    return QL_OK;
+}
+
+static ql_status cuda_d2h(ql_dev *dev, void *dst, const void *src, size_t bytes) {
+    struct cuda_dev *d = cuda(dev);
+    ql_dev_count(&dev->d2h_bytes, bytes);
+    for (size_t done = 0; done < bytes;) {
+        if (d->back_used == STAGE_BYTES || d->n_pending == MAX_PENDING) {
+            QL_TRY(ql_cuda_sync(dev));
+        }
+        size_t n = bytes - done, room = STAGE_BYTES - d->back_used;
+        n = n < room ? n : room;
+        uint8_t *at = d->back + d->back_used;
+        CU_TRY(dev, cudaMemcpyAsync(at, (const uint8_t *)src + done, n, cudaMemcpyDeviceToHost, d->stream), "copy to host");
+        d->pending[d->n_pending++] = pending_copy{(uint8_t *)dst + done, at, n};
+        d->back_used += (n + 63) & ~(size_t)63;
+        done += n;
+    }
+    return QL_OK;
+}
+
+static ql_status cuda_zero(ql_dev *dev, void *dst, size_t bytes) {
+    if (bytes) {
+        CU_TRY(dev, cudaMemsetAsync(dst, 0, bytes, cuda(dev)->stream), "zero");
+    }
+    return QL_OK;
+}
+
+static size_t cuda_scratch_bytes(const ql_dev *dev, const ql_shape *shape) {
+    const size_t each[] = {ql_linear_cuda_scratch(dev, shape), ql_gdn_cuda_scratch(shape), ql_attention_cuda_scratch(shape),
+                           ql_topk_cuda_scratch(shape)};
+    size_t most = 0;
+    for (size_t n : each) {
+        most = n > most ? n : most;
+    }
+    return most;
+}
+
+ql_status ql_cuda_mem(ql_dev *dev, uint64_t *free_bytes, uint64_t *total_bytes) {
+    size_t f, t;
+    CU_TRY(dev, cudaMemGetInfo(&f, &t), "memory query");
+    *free_bytes = f;
+    *total_bytes = t;
+    return QL_OK;
+}
+
+int32_t ql_cuda_ordinal(const ql_dev *dev) { return cuda(dev)->ordinal; }
+void *ql_cuda_stream(const ql_dev *dev) { return cuda(dev)->stream; }
+
+/* ---- graphs ------------------------------------------------------------------------------------------------------ */
+
+ql_status ql_cuda_capture_begin(ql_dev *dev) {
+    CU_TRY(dev, cudaStreamBeginCapture(cuda(dev)->stream, cudaStreamCaptureModeThreadLocal), "begin of a graph");
+    cuda(dev)->capturing = true;
+    return QL_OK;
+}
+
+ql_status ql_cuda_capture_end(ql_dev *dev, void **graph) {
+    *graph = NULL;
+    cudaGraph_t g = NULL;
+    cudaGraphExec_t x = NULL;
+    cuda(dev)->capturing = false;
+    cudaError_t e = cudaStreamEndCapture(cuda(dev)->stream, &g);
+    if (e == cudaSuccess) {
+        e = cudaGraphInstantiate(&x, g, 0);
+    }
+    if (g) {
+        cudaGraphDestroy(g);
+    }
+    if (e == cudaSuccess) {
+        e = cudaGraphUpload(x, cuda(dev)->stream);
+    }
+    if (e != cudaSuccess) {
+        if (x) {
+            cudaGraphExecDestroy(x);
+        }
+        return ql_cuda_fail(dev, e, "end of a graph");
+    }
+    *graph = x;
+    return QL_OK;
+}
+
+ql_status ql_cuda_graph_launch(ql_dev *dev, void *graph) {
+    ql_dev_count(&dev->progress, 1);
+    cuda(dev)->last_op = "a decode graph";
+    CU_TRY(dev, cudaGraphLaunch((cudaGraphExec_t)graph, cuda(dev)->stream), "launch of a graph");
+    return QL_OK;
+}
+
+void ql_cuda_graph_free(ql_dev *dev, void *graph) {
+    (void)dev;
+    if (graph) {
+        cudaGraphExecDestroy((cudaGraphExec_t)graph);
+        cudaGetLastError();
+    }
+}
+
+/* ---- ops that have a path of their own --------------------------------------------------------------------------- */
+
+static ql_status op_embed(ql_dev *dev, const ql_embed_args *a) {
+    begin_op(dev, QL_PATH_EMBED);
+    return ql_embed_cuda(dev, a);
+}
+
+static ql_status op_linear(ql_dev *dev, const ql_linear_args *a) {
+    begin_op(dev, ql_path_linear(a->w->format, a->phase));
+    return ql_linear_cuda(dev, a);
+}
+
+static ql_status op_rmsnorm(ql_dev *dev, const ql_rmsnorm_args *a) {
+    begin_op(dev, QL_PATH_NORM);
+    return ql_rmsnorm_cuda(dev, a);
+}
+
+static ql_status op_gated_norm(ql_dev *dev, const ql_gated_norm_args *a) {
+    begin_op(dev, QL_PATH_GATED_NORM);
+    return ql_gated_norm_cuda(dev, a);
+}
+
+static ql_status op_conv(ql_dev *dev, const ql_conv_args *a) {
+    begin_op(dev, QL_PATH_CONV);
+    return ql_conv_cuda(dev, a);
+}
+
+static ql_status op_gdn(ql_dev *dev, const ql_gdn_args *a) {
+    begin_op(dev, a->batch->phase == QL_PHASE_PROMPT ? QL_PATH_GDN_CHUNK : QL_PATH_GDN_STEP);
+    return ql_gdn_cuda(dev, a);
+}
+
+static ql_status op_attn_prep(ql_dev *dev, const ql_attn_prep_args *a) {
+    begin_op(dev, QL_PATH_ATTN_PREP);
+    return ql_attn_prep_cuda(dev, a);
+}
+
+static ql_status op_attention(ql_dev *dev, const ql_attention_args *a) {
+    begin_op(dev, a->batch->phase == QL_PHASE_PROMPT ? QL_PATH_ATTN_PROMPT : QL_PATH_ATTN_GEN);
+    return ql_attention_cuda(dev, a);
+}
+
+static ql_status op_swiglu(ql_dev *dev, const ql_swiglu_args *a) {
+    begin_op(dev, QL_PATH_SWIGLU);
+    return ql_swiglu_cuda(dev, a);
+}
+
+static ql_status op_add(ql_dev *dev, const ql_add_args *a) {
+    begin_op(dev, -1);
+    return ql_add_cuda(dev, a);
+}
+
+static ql_status op_gather_rows(ql_dev *dev, const ql_gather_rows_args *a) {
+    begin_op(dev, -1);
+    return ql_gather_rows_cuda(dev, a);
+}
+
+static ql_status op_topk(ql_dev *dev, const ql_topk_args *a) {
+    begin_op(dev, QL_PATH_TOPK);
+    return ql_topk_cuda(dev, a);
+}
+
+static ql_status op_sample(ql_dev *dev, const ql_sample_args *a) {
+    begin_op(dev, QL_PATH_SAMPLE);
+    return ql_sample_cuda(dev, a);
+}
+
+static const char *cuda_variant(const ql_dev *dev, int32_t path) {
+    (void)dev;
+    (void)path;
+    return "cuda";
+}
+
+/* ---- open and close ---------------------------------------------------------------------------------------------- */
+
+static void cuda_close(ql_dev *dev) {
+    struct cuda_dev *d = cuda(dev);
+    if (!d) {
+        return;
+    }
+    if (d->stream) {
+        cudaStreamSynchronize(d->stream);
+    }
+    cudaFree(d->raw);
+    cudaFree(d->bad);
+    cudaFreeHost(d->pinned);
+    cudaFreeHost(d->back);
+    for (int i = 0; i < STAGE_SLOTS; i++) {
+        if (d->slot_free[i]) {
+            cudaEventDestroy(d->slot_free[i]);
+        }
+    }
+    if (d->stream) {
+        cudaStreamDestroy(d->stream);
+    }
+    cudaGetLastError();
+    ql_free(dev->mem, d);
+    dev->impl = NULL;
+}
+
+static constexpr ql_ops make_table() {
+    ql_ops t{};
+    t.name = "cuda";
+    t.alloc = ql_cuda_alloc;
+    t.free = ql_cuda_free;
+    t.h2d = ql_cuda_h2d;
+    t.d2h = cuda_d2h;
+    t.zero = cuda_zero;
+    t.sync = ql_cuda_sync;
+    t.graph_begin = ql_cuda_capture_begin;
+    t.graph_end = ql_cuda_capture_end;
+    t.graph_launch = ql_cuda_graph_launch;
+    t.graph_free = ql_cuda_graph_free;
+    t.scratch_bytes = cuda_scratch_bytes;
+    t.weight_bytes = ql_cuda_weight_bytes;
+    t.weight_load = ql_cuda_weight_load;
+    t.weight_crc = ql_cuda_weight_crc;
+    t.weight_free = ql_cuda_weight_free;
+    t.embed = op_embed;
+    t.linear = op_linear;
+    t.rmsnorm = op_rmsnorm;
+    t.gated_norm = op_gated_norm;
+    t.conv = op_conv;
+    t.gdn = op_gdn;
+    t.attn_prep = op_attn_prep;
+    t.attention = op_attention;
+    t.swiglu = op_swiglu;
+    t.add = op_add;
+    t.gather_rows = op_gather_rows;
+    t.topk = op_topk;
+    t.sample = op_sample;
+    t.variant = cuda_variant;
+    t.close = cuda_close;
+    return t;
+}
+
+static constexpr ql_ops table = make_table();
+
+const ql_ops *ql_cuda_ops(void) { return &table; }
+
+/* "family=cuda,...": the only variant so far. */
+static ql_status check_kernels(const char *text, ql_error *err) {
+    static const char *const families[] = {"embed", "linear", "norm", "gdn", "attention", "mlp", "sample"};
+    for (const char *p = text; p && *p;) {
+        size_t len = strcspn(p, ","), key = strcspn(p, "=,");
+        bool known = false;
+        for (const char *f : families) {
+            known = known || (strlen(f) == key && memcmp(f, p, key) == 0);
+        }
+        if (!known) {
+            return ql_fail(err, QL_ERR_USAGE,
+                           "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample",
+                           (int)key, p);
+        }
+        if (len != key + 5 || memcmp(p + key, "=cuda", 5) != 0) {
+            return ql_fail(err, QL_ERR_USAGE, "no CUDA variant '%.*s' of kernel family '%.*s'; it has cuda",
+                           (int)(len > key ? len - key - 1 : 0), p + key + (len > key), (int)key, p);
+        }
+        p += len + (p[len] == ',');
+    }
+    return QL_OK;
+}
+
+__global__ void probe_kernel(void) {}
+
+static ql_status open_device(ql_dev *dev, const ql_cuda_device *info) {
+    struct cuda_dev *d = cuda(dev);
+    CU_TRY(dev, cudaSetDevice(d->ordinal), "open");
+    cudaFuncAttributes attr;
+    cudaError_t e = cudaFuncGetAttributes(&attr, probe_kernel);
+    if (e == cudaErrorNoKernelImageForDevice || e == cudaErrorInvalidDeviceFunction) {
+        cudaGetLastError();
+        return ql_fail(dev->err, QL_ERR_DEVICE, "%s: this build has no code for compute capability %d.%d", dev->device,
+                       info->major, info->minor);
+    }
+    CU_TRY(dev, e, "open");
+    CU_TRY(dev, cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking), "open");
+    for (int i = 0; i < STAGE_SLOTS; i++) {
+        CU_TRY(dev, cudaEventCreateWithFlags(&d->slot_free[i], cudaEventDisableTiming), "open");
+    }
+    CU_TRY(dev, cudaMallocHost((void **)&d->pinned, STAGE_SLOTS * STAGE_BYTES), "pinned staging memory");
+    CU_TRY(dev, cudaMallocHost((void **)&d->back, STAGE_BYTES), "pinned staging memory");
+    CU_TRY(dev, cudaMalloc((void **)&d->raw, STAGE_SLOTS * STAGE_BYTES), "staging memory");
+    CU_TRY(dev, cudaMalloc((void **)&d->bad, sizeof *d->bad), "staging memory");
+    return QL_OK;
+}
+
+ql_status ql_cuda_dev_open(ql_dev *dev, int32_t ordinal, const char *kernels, const ql_allocator *mem, ql_error *err) {
+    ql_cuda_device info;
+    QL_TRY(check_kernels(kernels, err));
+    QL_TRY(ql_cuda_info(ordinal, &info, err));
+    void *impl;
+    QL_TRY(ql_alloc(mem, 1, sizeof(struct cuda_dev), "a CUDA lane", &impl, err));
+    *dev = ql_dev{};
+    dev->ops = &table;
+    dev->err = err;
+    dev->mem = mem;
+    dev->impl = impl;
+    struct cuda_dev *d = cuda(dev);
+    d->ordinal = ordinal;
+    d->n_sm = info.n_sm;
+    d->cc = 10 * info.major + info.minor;
+    snprintf(dev->device, sizeof dev->device, "cuda:%d %.48s", ordinal, info.name);
+    ql_status status = open_device(dev, &info);
+    if (status != QL_OK) {
+        cuda_close(dev);
+    }
+    return status;
+}

@@ -1,0 +1,74 @@
+/* How quantized weights lie in device memory: fragments of a 16-row matrix instruction, in the order a warp reads them.
+ *
+ *   tile    16 rows x KT columns, 512 bytes; KT = 64 for NVFP4, 32 for FP8
+ *   order   [row tile][column tile][lane 0..31][16 bytes]; rows and columns are padded with code 0
+ *   lane    4 g + c holds rows g (bytes 0-7) and g + 8 (bytes 8-15), columns c KT/4 .. (c+1) KT/4 - 1 of the tile, so
+ *           that an NVFP4 lane owns one whole scale group of each of its two rows
+ *   step j  of the instruction's K = 16 takes, from lane c, columns c KT/4 + 4j + {0,1} and + {2,3}
+ *   scales  NVFP4: [row tile][column tile][lane] of 2 bytes, rows g and g + 8
+ *
+ * Inside a 32-bit word the codes are spread so that a pair of f16 numbers falls out by a shift and a mask:
+ *
+ *   NVFP4  8 codes; 16-bit lane h (0, 1) holds codes h, 2+h, 4+h, 6+h (pairs 0..3), E2M1 bits s eem as
+ *          pair 0: s 15, eem 11..9 | pair 1: s 12, eem 8..6 | pair 2: s 14, eem 5..3 | pair 3: s 13, eem 2..0
+ *          (bits s 15, eem 11..9 of an f16 are the value times 2^-14, subnormals included)
+ *   FP8    4 codes; 16-bit lane h holds codes h, 2+h: pair 0: s 15, eeeemmm 13..7 | pair 1: s 14, eeeemmm 6..0
+ *          (bits s 15, eeeemmm 13..7 of an f16 are the value times 2^-8)
+ *
+ * Plain formats stay row-major as in the file.
+ */
+#ifndef QL_KERNELS_CUDA_LAYOUT_H
+#define QL_KERNELS_CUDA_LAYOUT_H
+
+#include "runtime/base/qformat.h"
+
+enum { TILE_ROWS = 16, TILE_BYTES = 512, TILE_SCALE_BYTES = 64 };
+
+#ifdef __CUDACC__
+#define QL_HD __host__ __device__
+#else
+#define QL_HD
+#endif
+
+/* Columns of a tile. */
+static inline QL_HD int tile_k(ql_qformat f) { return f == QL_FORMAT_NVFP4 ? 64 : 32; }
+
+static inline QL_HD int is_plain(ql_qformat f) { return f == QL_FORMAT_F32 || f == QL_FORMAT_F16 || f == QL_FORMAT_BF16; }
+static inline QL_HD int is_fp8(ql_qformat f) {
+    return f == QL_FORMAT_FP8_CHANNEL || f == QL_FORMAT_FP8_TENSOR || f == QL_FORMAT_FP8_BLOCK;
+}
+
+static inline QL_HD uint32_t pack_e2m1_lane(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return (a >> 3 & 1) << 15 | (a & 7) << 9 | (b >> 3 & 1) << 12 | (b & 7) << 6 | (c >> 3 & 1) << 14 | (c & 7) << 3 |
+           (d >> 3 & 1) << 13 | (d & 7);
+}
+
+/* n: 8 codes of 4 bits, the first lowest */
+static inline QL_HD uint32_t pack_e2m1(uint32_t n) {
+    return pack_e2m1_lane(n & 15, n >> 8 & 15, n >> 16 & 15, n >> 24 & 15) |
+           pack_e2m1_lane(n >> 4 & 15, n >> 12 & 15, n >> 20 & 15, n >> 28 & 15) << 16;
+}
+
+static inline QL_HD uint32_t unpack_e2m1_lane(uint32_t v) { /* codes in nibbles 0, 2, 4, 6 */
+    return ((v >> 15 & 1) << 3 | (v >> 9 & 7)) | ((v >> 12 & 1) << 3 | (v >> 6 & 7)) << 8 |
+           ((v >> 14 & 1) << 3 | (v >> 3 & 7)) << 16 | ((v >> 13 & 1) << 3 | (v & 7)) << 24;
+}
+
+static inline QL_HD uint32_t unpack_e2m1(uint32_t w) { return unpack_e2m1_lane(w & 0xffff) | unpack_e2m1_lane(w >> 16) << 4; }
+
+static inline QL_HD uint32_t pack_e4m3_lane(uint32_t a, uint32_t b) {
+    return (a >> 7 & 1) << 15 | (a & 127) << 7 | (b >> 7 & 1) << 14 | (b & 127);
+}
+
+/* n: 4 codes, the first lowest */
+static inline QL_HD uint32_t pack_e4m3(uint32_t n) {
+    return pack_e4m3_lane(n & 255, n >> 16 & 255) | pack_e4m3_lane(n >> 8 & 255, n >> 24) << 16;
+}
+
+static inline QL_HD uint32_t unpack_e4m3_lane(uint32_t v) { /* codes in bytes 0 and 2 */
+    return ((v >> 15 & 1) << 7 | (v >> 7 & 127)) | ((v >> 14 & 1) << 7 | (v & 127)) << 16;
+}
+
+static inline QL_HD uint32_t unpack_e4m3(uint32_t w) { return unpack_e4m3_lane(w & 0xffff) | unpack_e4m3_lane(w >> 16) << 8; }
+
+#endif

@@ -1,0 +1,133 @@
+/* What the CUDA linear kernels share: prepared activations, matrix instructions, decoding of fragments.
+ *
+ * Quantized weights meet the activation on tensor cores in f16: a weight (code, or code times group scale) is exact there,
+ * and x is scaled by a power of two for each row and canonical slice so that its largest element lies in [2^14, 2^15).
+ * EXACT gives x two columns, f16(x) and f16(2^11 (x - f16(x))): 22 bits, at no memory traffic. BF16 gives it one: a bf16
+ * number has 8 bits, so the f16 of the scaled one is exact down to 2^-28 of the slice's largest. FP8 likewise holds the
+ * E4M3 value. A column of the instruction's result depends on its own column of x alone, so a row's bits do not depend
+ * on which rows share the call.
+ */
+#ifndef QL_KERNELS_CUDA_LINEAR_CUH
+#define QL_KERNELS_CUDA_LINEAR_CUH
+
+#include "kernels/cuda/dev.cuh"
+#include "kernels/cuda/layout.h"
+
+enum { MAX_SLICES = 8, TREE_LEVELS = 3 };
+
+/* How x is prepared. */
+enum x_mode { X_F16X2, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16 };
+
+/* One product, by value to the kernels. */
+struct product {
+    const uint8_t *w;
+    const void *scale;
+    int fmt; /* ql_qformat */
+    int n, k, n_slice, ks, row_off, col_off;
+    float factor;
+    const uint16_t *xs;  /* [column][k]: columns of row 0, then of row 1, ... */
+    const float *xscale; /* [row][n_slice]: multiplies a slice's sum; NULL: 1 */
+    int n_row, x_cols;   /* x_cols: columns of a row, 1 or 2 */
+    float *y;
+    int64_t ldy;
+    float *stack;        /* prompt kernel: TREE_LEVELS sets of accumulators a block */
+};
+
+/* kernels/linear_small.cu: up to 16 rows. */
+enum { SMALL_MAX_ROWS = 16 };
+ql_status ql_linear_small_cuda(ql_dev *dev, const struct product *p);
+
+/* kernels/linear_prompt.cu. `stack_bytes` limits the blocks that run at a time. */
+enum { PROMPT_STACK_BYTES = TREE_LEVELS * 128 * 128 * 4 };
+ql_status ql_linear_prompt_cuda(ql_dev *dev, const struct product *p, size_t stack_bytes);
+
+/* ---- device ---- */
+
+__device__ __forceinline__ void mma_f16(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(b0));
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+/* Not there before compute capability 8.0: the dispatcher sends BF16 weights elsewhere. */
+__device__ __forceinline__ void mma_bf16(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    __trap();
+#endif
+}
+
+__device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("mul.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+/* Pairs 0..3 of an NVFP4 word, times 2^-14. */
+__device__ __forceinline__ void e2m1_pairs(uint32_t w, uint32_t h[4]) {
+    h[0] = w & 0x8e008e00u;
+    h[1] = (w << 3) & 0x8e008e00u;
+    h[2] = ((w << 1) & 0x80008000u) | ((w << 6) & 0x0e000e00u);
+    h[3] = ((w << 2) & 0x80008000u) | ((w << 9) & 0x0e000e00u);
+}
+
+/* The two group scales of a lane as f16 pairs {s, s}, times 2^6: with the codes' 2^-14 a weight is times 2^-8. */
+__device__ __forceinline__ void group_scales(uint32_t two, uint32_t *row_g, uint32_t *row_g8) {
+    uint32_t s = __byte_perm(two, 0, 0x1404);
+    s = mul_f16x2((s >> 1) & 0x3f803f80u, 0x74007400u);
+    *row_g = __byte_perm(s, 0, 0x1010);
+    *row_g8 = __byte_perm(s, 0, 0x3232);
+}
+
+/* Pairs 0 and 1 of an FP8 word, times 2^-8. */
+__device__ __forceinline__ uint32_t e4m3_pair0(uint32_t w) { return w & 0xbf80bf80u; }
+__device__ __forceinline__ uint32_t e4m3_pair1(uint32_t w) { return ((w << 1) & 0x80008000u) | ((w << 7) & 0x3f803f80u); }
+
+/* Undoes the factor that all quantized weights carry in registers. */
+#define WEIGHT_UNIT 256.0f
+
+/* Weights are read once: past the first-level cache. */
+__device__ __forceinline__ uint4 load_stream(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_stream_u16(const void *p) {
+    unsigned short v;
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0,[%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+
+/* What multiplies a slice's sum in row r, besides xscale. */
+__device__ __forceinline__ float row_factor(const struct product &p, int r) {
+    return p.fmt == QL_FORMAT_FP8_CHANNEL ? ((const float *)p.scale)[r] : p.factor;
+}
+
+/* The balanced binary tree over n slices (a power of two). */
+__device__ __forceinline__ float slice_tree(float part[MAX_SLICES], int n) {
+#pragma unroll
+    for (int d = 1; d < MAX_SLICES; d *= 2) {
+#pragma unroll
+        for (int i = 0; i + d < MAX_SLICES; i += 2 * d) {
+            if (i + d < n) {
+                part[i] += part[i + d];
+            }
+        }
+    }
+    return part[0];
+}
+
+#endif

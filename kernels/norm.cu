@@ -1,0 +1,83 @@
+/* rmsnorm and gated_norm on the device: contracts in norm.h. A block a row, so that a row's sum has one order. */
+#include "kernels/cuda/dev.cuh"
+
+enum { THREADS = 512, KEEP = 16 }; /* rows of up to THREADS * KEEP numbers stay in registers between sum and result */
+
+__global__ void __launch_bounds__(THREADS) rmsnorm_kernel(struct ql_rmsnorm_args a) {
+    __shared__ float part[THREADS / 32];
+    float *x = a.x + (int64_t)blockIdx.x * a.n;
+    const float *delta = a.delta ? a.delta + (int64_t)blockIdx.x * a.n : NULL;
+    float kept[KEEP], sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < KEEP; j++) {
+        int i = j * THREADS + threadIdx.x;
+        kept[j] = i < a.n ? x[i] : 0.0f;
+        if (delta && i < a.n) {
+            kept[j] += delta[i];
+            x[i] = kept[j];
+        }
+        sum = fmaf(kept[j], kept[j], sum);
+    }
+    for (int i = KEEP * THREADS + threadIdx.x; i < a.n; i += THREADS) {
+        float v = x[i];
+        if (delta) {
+            v += delta[i];
+            x[i] = v;
+        }
+        sum = fmaf(v, v, sum);
+    }
+    if (!a.y) {
+        return;
+    }
+    float scale = 1.0f / sqrtf(block_sum(sum, part, THREADS / 32) / (float)a.n + a.eps);
+    float *y = a.y + blockIdx.x * a.ldy;
+#pragma unroll
+    for (int j = 0; j < KEEP; j++) {
+        int i = j * THREADS + threadIdx.x;
+        if (i < a.n) {
+            y[i] = (kept[j] * scale) * (1.0f + a.w[i]);
+        }
+    }
+    for (int i = KEEP * THREADS + threadIdx.x; i < a.n; i += THREADS) {
+        y[i] = (x[i] * scale) * (1.0f + a.w[i]);
+    }
+}
+
+ql_status ql_rmsnorm_cuda(ql_dev *dev, const ql_rmsnorm_args *a) {
+    if (a->n_row > 0) {
+        rmsnorm_kernel<<<(unsigned)a->n_row, THREADS, 0, cuda(dev)->stream>>>(*a);
+        return launched(dev, "rmsnorm");
+    }
+    return QL_OK;
+}
+
+/* A warp a row and head. */
+__global__ void __launch_bounds__(256) gated_norm_kernel(struct ql_gated_norm_args a, int64_t n) {
+    int64_t h = blockIdx.x * 8ll + (threadIdx.x >> 5);
+    int lane = threadIdx.x & 31;
+    if (h >= n) {
+        return;
+    }
+    const float *o = a.o + h * 128, *z = a.z + h * 128;
+    float v[4], sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        v[j] = o[lane + 32 * j];
+        sum = fmaf(v[j], v[j], sum);
+    }
+    float scale = 1.0f / sqrtf(warp_sum(sum) / 128.0f + a.eps);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        int i = lane + 32 * j;
+        a.y[h * 128 + i] = ((v[j] * scale) * a.w[i]) * silu(z[i]);
+    }
+}
+
+ql_status ql_gated_norm_cuda(ql_dev *dev, const ql_gated_norm_args *a) {
+    int64_t n = (int64_t)a->n_row * a->n_head;
+    if (n > 0) {
+        gated_norm_kernel<<<(unsigned)ceil_div(n, 8), 256, 0, cuda(dev)->stream>>>(*a, n);
+        return launched(dev, "gated_norm");
+    }
+    return QL_OK;
+}

@@ -1,0 +1,208 @@
+#include "runtime/engine/device.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#if QL_CUDA
+#include "kernels/cuda.h"
+#include "runtime/lane/comm_cuda.h"
+#endif
+
+/* ---- choice -------------------------------------------------------------------------------------------------------- */
+
+#if QL_CUDA
+static ql_status choose_cuda(ql_devices *d, const ql_options *o, const ql_config *config, int32_t count, ql_error *err) {
+    int32_t n = o->lanes;
+    if (n == 0) { /* every GPU that the slices allow */
+        for (n = config->slices; n > count; n /= 2) {
+        }
+    }
+    if (n > count && !o->devices) {
+        return ql_fail(err, QL_ERR_DEVICE, "%d lanes need %d GPUs; this machine has %d", n, n, count);
+    }
+    d->kind = QL_DEVICE_CUDA;
+    d->n_lane = n;
+    d->ops = ql_cuda_ops();
+    if (n > config->slices) {
+        return QL_OK; /* ql_shard_init names the counts that the model allows */
+    }
+    ql_cuda_device first = {0}, other;
+    for (int32_t i = 0; i < n; i++) {
+        d->ordinal[i] = o->devices ? o->devices[i] : i;
+        for (int32_t j = 0; j < i; j++) {
+            if (d->ordinal[j] == d->ordinal[i]) {
+                return ql_fail(err, QL_ERR_USAGE, "GPU %d is named for two lanes; each lane needs one of its own", d->ordinal[i]);
+            }
+        }
+        QL_TRY(ql_cuda_info(d->ordinal[i], i ? &other : &first, err));
+        if (i && (other.major != first.major || other.minor != first.minor)) {
+            return ql_fail(err, QL_ERR_DEVICE,
+                           "GPU %d is an %s and GPU %d an %s: their kernels differ, and so would the bits; use GPUs of one kind",
+                           d->ordinal[0], first.name, d->ordinal[i], other.name);
+        }
+    }
+    return QL_OK;
+}
+#endif
+
+ql_status ql_devices_choose(ql_devices *d, const ql_options *o, const ql_config *config, ql_error *err) {
+    memset(d, 0, sizeof *d);
+    if (o->devices && o->lanes == 0) {
+        return ql_fail(err, QL_ERR_USAGE, "options.devices needs options.lanes, the number of its entries");
+    }
+#if QL_CUDA
+    char why[96] = "";
+    int32_t count = o->device == QL_DEVICE_HOST ? 0 : ql_cuda_count(why);
+    if (count > 0) {
+        return choose_cuda(d, o, config, count, err);
+    }
+    if (o->device == QL_DEVICE_CUDA) {
+        return ql_fail(err, QL_ERR_DEVICE, "no usable GPU%s%s", why[0] ? ": " : "", why);
+    }
+#else
+    (void)config;
+    if (o->device == QL_DEVICE_CUDA) {
+        return ql_fail(err, QL_ERR_DEVICE, "this build has no CUDA lanes; accepted is the host device");
+    }
+#endif
+    if (o->devices) {
+        return ql_fail(err, QL_ERR_USAGE, "options.devices names GPUs and the lanes are on the host");
+    }
+    d->kind = QL_DEVICE_HOST;
+    d->n_lane = o->lanes ? o->lanes : 1;
+    d->ops = ql_host_ops();
+    return QL_OK;
+}
+
+ql_status ql_devices_of_plan(ql_devices *d, const ql_options *o, ql_error *err) {
+    memset(d, 0, sizeof *d);
+    d->n_lane = o->lanes ? o->lanes : 1;
+    d->kind = o->device == QL_DEVICE_CUDA ? QL_DEVICE_CUDA : QL_DEVICE_HOST;
+    d->ops = ql_host_ops();
+#if QL_CUDA
+    d->ops = d->kind == QL_DEVICE_CUDA ? ql_cuda_ops() : d->ops;
+    (void)err;
+    return QL_OK;
+#else
+    return d->kind == QL_DEVICE_HOST ? QL_OK
+                                     : ql_fail(err, QL_ERR_DEVICE, "this build has no CUDA lanes; accepted is the host device");
+#endif
+}
+
+uint64_t ql_devices_comm_bytes(const ql_devices *d, size_t max_bytes) {
+#if QL_CUDA
+    return d->kind == QL_DEVICE_CUDA ? ql_comm_cuda_bytes(d->n_lane, max_bytes) : 0;
+#else
+    (void)d, (void)max_bytes;
+    return 0;
+#endif
+}
+
+/* ---- open ---------------------------------------------------------------------------------------------------------- */
+
+ql_status ql_devices_open(ql_devices *d, const ql_options *o, ql_lane_group *lanes, size_t max_bytes, ql_error *err) {
+#if QL_CUDA
+    if (d->kind == QL_DEVICE_CUDA) {
+        ql_comm_cuda_options co = {.n_lane = d->n_lane, .ordinal = d->ordinal, .max_bytes = max_bytes, .wait_ms = o->wait_ms,
+                                   .init_ms = o->init_ms, .abort = &lanes->abort, .log = lanes->log, .mem = lanes->mem};
+        return ql_comm_cuda_open(&d->comm, &co, err);
+    }
+#endif
+    (void)max_bytes;
+    return ql_comm_host_open(&d->comm, d->n_lane, &lanes->abort, o->wait_ms, lanes->mem, err);
+}
+
+ql_status ql_devices_open_lane(ql_devices *d, const char *kernels, ql_lane *lane) {
+#if QL_CUDA
+    if (d->kind == QL_DEVICE_CUDA) {
+        QL_TRY(ql_cuda_dev_open(&lane->dev, d->ordinal[lane->index], kernels, lane->group->mem, &lane->err));
+        return ql_comm_cuda_bind(d->comm, lane->index, &lane->dev, &lane->comm);
+    }
+#endif
+    QL_TRY(ql_host_dev_open(&lane->dev, kernels, lane->group->mem, &lane->err));
+    ql_comm_host_bind(d->comm, lane->index, &lane->dev, &lane->comm);
+    return QL_OK;
+}
+
+#if QL_CUDA
+static ql_status connect_lane(ql_lane *lane, void *arg) {
+    (void)arg;
+    return ql_comm_cuda_connect(&lane->comm);
+}
+
+static ql_status prove_lane(ql_lane *lane, void *arg) {
+    (void)arg;
+    return ql_comm_cuda_prove(&lane->comm);
+}
+
+/* The least free memory of any lane's GPU. */
+static ql_status free_bytes_lane(ql_lane *lane, void *arg) {
+    uint64_t *least = arg, free_bytes, total;
+    QL_TRY(ql_cuda_mem(&lane->dev, &free_bytes, &total));
+    uint64_t seen = __atomic_load_n(least, __ATOMIC_RELAXED);
+    while (free_bytes < seen && !__atomic_compare_exchange_n(least, &seen, free_bytes, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return QL_OK;
+}
+#endif
+
+ql_status ql_devices_connect(ql_devices *d, ql_lane_group *lanes, ql_error *err) {
+#if QL_CUDA
+    if (d->kind == QL_DEVICE_CUDA) {
+        QL_TRY(ql_lanes_run(lanes, connect_lane, NULL, err));
+        QL_TRY(ql_lanes_run(lanes, prove_lane, NULL, err));
+        return ql_comm_cuda_settle(d->comm, err);
+    }
+#endif
+    (void)d, (void)lanes, (void)err;
+    return QL_OK;
+}
+
+uint64_t ql_devices_free_bytes(ql_devices *d, ql_lane_group *lanes) {
+#if QL_CUDA
+    if (d->kind == QL_DEVICE_CUDA) {
+        uint64_t least = UINT64_MAX;
+        ql_lanes_run(lanes, free_bytes_lane, &least, NULL);
+        return least;
+    }
+#endif
+    (void)lanes;
+    FILE *f = fopen("/proc/meminfo", "r");
+    uint64_t kib = 0;
+    char line[128];
+    while (f && fgets(line, sizeof line, f)) {
+        unsigned long long v;
+        if (sscanf(line, "MemAvailable: %llu kB", &v) == 1) {
+            kib = v;
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    return kib ? kib * 1024 / (uint64_t)d->n_lane : UINT64_MAX;
+}
+
+/* ---- close --------------------------------------------------------------------------------------------------------- */
+
+void ql_devices_close_lane(ql_devices *d, ql_lane *lane) {
+#if QL_CUDA
+    if (d->kind == QL_DEVICE_CUDA) {
+        ql_comm_cuda_unbind(&lane->comm);
+    }
+#else
+    (void)d;
+#endif
+    if (lane->dev.ops) {
+        lane->dev.ops->close(&lane->dev);
+    }
+}
+
+void ql_devices_close(ql_devices *d) {
+#if QL_CUDA
+    if (d->kind == QL_DEVICE_CUDA) {
+        ql_comm_cuda_close(&d->comm);
+        return;
+    }
+#endif
+    ql_comm_host_close(&d->comm);
+}

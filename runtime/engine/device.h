@@ -1,0 +1,42 @@
+/* Which devices an engine's lanes run on: the one place above kernels that knows there are two kinds. */
+#ifndef QL_RUNTIME_ENGINE_DEVICE_H
+#define QL_RUNTIME_ENGINE_DEVICE_H
+
+#include "loader/checkpoint.h"
+#include "runtime/lane/lane.h"
+
+typedef struct ql_devices {
+    ql_device_kind kind;              /* HOST or CUDA */
+    int32_t n_lane;
+    int32_t ordinal[QL_MAX_SLICES];   /* CUDA */
+    const ql_ops *ops;                /* the kind's table, for plans */
+    ql_comm_group *comm;
+} ql_devices;
+
+/* Settles kind, lane count and GPUs from the options, before anything is opened. */
+ql_status ql_devices_choose(ql_devices *devices, const ql_options *options, const ql_config *config, ql_error *err);
+
+/* The same for a plan, which asks no driver: host lanes unless the options name CUDA ones. */
+ql_status ql_devices_of_plan(ql_devices *devices, const ql_options *options, ql_error *err);
+
+/* Device memory of one lane's collectives, for vectors of at most max_bytes. */
+uint64_t ql_devices_comm_bytes(const ql_devices *devices, size_t max_bytes);
+
+/* On the caller's thread: opens what all lanes share. */
+ql_status ql_devices_open(ql_devices *devices, const ql_options *options, ql_lane_group *lanes, size_t max_bytes,
+                          ql_error *err);
+
+/* On each lane's thread. */
+ql_status ql_devices_open_lane(ql_devices *devices, const char *kernels, ql_lane *lane);
+
+/* With all lanes open: connects them and proves their collectives. `lanes` runs it on every lane. */
+ql_status ql_devices_connect(ql_devices *devices, ql_lane_group *lanes, ql_error *err);
+
+/* Memory that one lane may use: for host lanes its share of what the machine has free, for GPUs what the fullest has. */
+uint64_t ql_devices_free_bytes(ql_devices *devices, ql_lane_group *lanes);
+
+/* On each lane's thread, last. */
+void ql_devices_close_lane(ql_devices *devices, ql_lane *lane);
+void ql_devices_close(ql_devices *devices);
+
+#endif

@@ -1,0 +1,575 @@
+/* Collectives of CUDA lanes over peer memory, with NCCL beside them.
+ *
+ * The peer path. A vector is cut into chunks of 4 KiB, and block b of the one kernel works on chunks b, b + grid, ...
+ * For a chunk a lane stores its part into its slot in every peer's memory, then stores the chunk's epoch into its flag
+ * there with release at system scope; it waits with acquire until every peer's flag in its own memory has that epoch, and
+ * adds the slots in tree order. No grid-wide barrier, no atomics: each flag has one writer and one reader.
+ *
+ * The epoch counts the collectives that had this chunk. It is kept on the device, so that a replayed graph carries on
+ * counting, and it is 32 bits compared by difference, so that overflow is harmless. Slots alternate by the epoch's parity:
+ * when a lane stores epoch e + 2 it has seen every peer's flag e + 1, which a peer stores after it has read slot e.
+ *
+ * Blocks wait for blocks of the other GPU. Both run the same grid, at most as many blocks as fit at once, so the block
+ * waited for is running or will be. Every wait watches the abort word in host memory and a deadline; a wait that gives up
+ * leaves its reason in host memory and the kernel returns, so nothing can hang on the device.
+ *
+ * NCCL's launch order and this path never mix within one collective; which path is used is settled once.
+ */
+#include "runtime/lane/comm_cuda.h"
+
+#include "kernels/cuda.h"
+#include "runtime/base/mem.h"
+#include "runtime/lane/nccl_api.h"
+
+#include <cuda_runtime.h>
+#include <string.h>
+
+constexpr int MAX_LANES = 8, THREADS = 256, CHUNK = 4096 /* bytes */, VECTOR = 16;
+constexpr int PROOF_SMALL_ROUNDS = 10000, PROOF_LARGE_ROUNDS = 50;
+constexpr size_t PROOF_SMALL_BYTES = 64 << 10;
+
+/* In pinned host memory that the lane's kernels see. */
+struct host_words {
+    uint32_t abort; /* written by ql_abort_raise */
+    uint32_t error; /* written by a kernel that gave up: 1 + peer, or ABORTED */
+};
+constexpr uint32_t ABORTED = 0xffffffffu;
+
+/* One lane's memory that its peers write. */
+struct lane_memory {
+    uint8_t *slot;   /* [2][n_lane][cap] */
+    uint32_t *flag;  /* [n_lane][n_chunk] */
+    uint32_t *epoch; /* [n_chunk], the lane's own */
+    uint8_t *proof;  /* [2][cap] source and result of the proof */
+    unsigned long long *wrong; /* elements that the proof found wrong */
+};
+
+struct ql_comm_group {
+    ql_comm_cuda_options o;
+    int32_t ordinal[MAX_LANES];
+    size_t cap; /* bytes of a slot, whole chunks */
+    ql_nccl nccl;
+    ncclComm_t nccl_comm[MAX_LANES];
+    struct lane_memory lane[MAX_LANES];
+    struct host_words *words[MAX_LANES];
+    uint32_t *device_words[MAX_LANES];
+    uint8_t *gathered[MAX_LANES]; /* NCCL with more than two lanes: [n_lane][cap] */
+    bool bound[MAX_LANES], peer_ok[MAX_LANES], nccl_ok[MAX_LANES];
+    unsigned long long n_wrong[MAX_LANES];
+    bool use_peer;
+    int n_block[MAX_LANES];
+};
+
+/* ---- the peer kernel --------------------------------------------------------------------------------------------- */
+
+struct exchange_args {
+    const uint8_t *src;
+    uint8_t *dst;
+    size_t bytes, cap;
+    int lane, n_lane, n_chunk_max;
+    bool sum; /* add in tree order, or gather */
+    uint8_t *slot[MAX_LANES];
+    uint32_t *flag[MAX_LANES];
+    uint32_t *epoch;
+    struct host_words *words;
+    unsigned long long wait_ns;
+};
+
+__device__ __forceinline__ void store_release(uint32_t *at, uint32_t v) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t *at) {
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ unsigned long long now_ns() {
+    unsigned long long t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+
+/* Waits for a flag to reach an epoch. */
+__device__ bool wait_flag(const uint32_t *flag, uint32_t epoch, int peer, const struct exchange_args &a) {
+    volatile uint32_t *abort = &a.words->abort, *error = &a.words->error;
+    unsigned long long t0 = 0;
+    for (uint32_t spin = 0; (int32_t)(load_acquire(flag) - epoch) < 0; spin++) {
+        if ((spin & 255) != 255) {
+            continue; /* host memory is slow to read */
+        }
+        unsigned long long t = now_ns();
+        t0 = t0 ? t0 : t;
+        if (*abort) {
+            *error = ABORTED;
+            return false;
+        }
+        if (t - t0 > a.wait_ns) {
+            *error = 1 + (uint32_t)peer;
+            return false;
+        }
+    }
+    return true;
+}
+
+__device__ __forceinline__ float tree(float *v, int n) {
+    for (int width = n; width > 1; width /= 2) {
+        for (int i = 0; i < width / 2; i++) {
+            v[i] = v[2 * i] + v[2 * i + 1];
+        }
+    }
+    return v[0];
+}
+
+template <int N> __device__ __forceinline__ float4 tree4(const uint4 (&part)[N]) {
+    float4 out;
+    float x[N], y[N], z[N], w[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        x[i] = __uint_as_float(part[i].x);
+        y[i] = __uint_as_float(part[i].y);
+        z[i] = __uint_as_float(part[i].z);
+        w[i] = __uint_as_float(part[i].w);
+    }
+    out.x = tree(x, N);
+    out.y = tree(y, N);
+    out.z = tree(z, N);
+    out.w = tree(w, N);
+    return out;
+}
+
+/* Vectors of 16 bytes; `bytes` and all pointers are multiples of that. */
+template <int N> __global__ void __launch_bounds__(THREADS) exchange(struct exchange_args a) {
+    __shared__ int failed;
+    if (threadIdx.x == 0) {
+        failed = 0;
+    }
+    int n_chunk = (int)((a.bytes + CHUNK - 1) / CHUNK);
+    for (int c = blockIdx.x; c < n_chunk; c += gridDim.x) {
+        uint32_t epoch = a.epoch[c] + 1;
+        size_t at = (size_t)c * CHUNK + threadIdx.x * VECTOR;
+        size_t parity = (size_t)(epoch & 1) * N * a.cap;
+        bool mine = at < a.bytes;
+        uint4 own = mine ? *(const uint4 *)(a.src + at) : make_uint4(0, 0, 0, 0);
+        if (mine) {
+#pragma unroll
+            for (int i = 1; i < N; i++) {
+                int peer = (a.lane + i) % N;
+                *(uint4 *)(a.slot[peer] + parity + (size_t)a.lane * a.cap + at) = own;
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < N && (int)threadIdx.x != a.lane) {
+            int peer = (int)threadIdx.x;
+            __threadfence_system(); /* the block's stores, ordered by the barrier, before the flag */
+            store_release(a.flag[peer] + (size_t)a.lane * a.n_chunk_max + c, epoch);
+            if (!wait_flag(a.flag[a.lane] + (size_t)peer * a.n_chunk_max + c, epoch, peer, a)) {
+                failed = 1;
+            }
+        }
+        if (threadIdx.x == (unsigned)a.lane) {
+            a.epoch[c] = epoch;
+        }
+        __syncthreads();
+        if (failed) {
+            return;
+        }
+        if (!mine) {
+            continue;
+        }
+        uint4 part[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            /* past L1, which may hold the slot's content of two epochs ago */
+            part[i] = i == a.lane ? own : __ldcg((const uint4 *)(a.slot[a.lane] + parity + (size_t)i * a.cap + at));
+        }
+        if (a.sum) {
+            *(float4 *)(a.dst + at) = tree4<N>(part);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                *(uint4 *)(a.dst + (size_t)i * a.bytes + at) = part[i];
+            }
+        }
+    }
+}
+
+/* dst = the tree sum of N gathered vectors: NCCL's path for more than two lanes. */
+__global__ void tree_add(const float *part, float *dst, int64_t n, int64_t stride, int n_lane) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) {
+        float v[MAX_LANES];
+        for (int l = 0; l < n_lane; l++) {
+            v[l] = part[l * stride + i];
+        }
+        dst[i] = tree(v, n_lane);
+    }
+}
+
+/* ---- the lane's side ----------------------------------------------------------------------------------------------- */
+
+static ql_status cu_check(const ql_comm *c, cudaError_t e, const char *what) {
+    if (e == cudaSuccess) {
+        return QL_OK;
+    }
+    cudaGetLastError();
+    return ql_fail(c->dev->err, QL_ERR_DEVICE, "lane %d: %s: %s", c->lane, what, cudaGetErrorString(e));
+}
+
+static cudaStream_t stream_of(const ql_comm *c) { return (cudaStream_t)ql_cuda_stream(c->dev); }
+
+static ql_status peer_exchange(ql_comm *c, const void *src, void *dst, size_t bytes, bool sum) {
+    struct ql_comm_group *g = c->group;
+    struct exchange_args a = {};
+    a.src = (const uint8_t *)src;
+    a.dst = (uint8_t *)dst;
+    a.bytes = bytes;
+    a.cap = g->cap;
+    a.lane = c->lane;
+    a.n_lane = c->n_lane;
+    a.n_chunk_max = (int)(g->cap / CHUNK);
+    a.sum = sum;
+    for (int i = 0; i < c->n_lane; i++) {
+        a.slot[i] = g->lane[i].slot;
+        a.flag[i] = g->lane[i].flag;
+    }
+    a.epoch = g->lane[c->lane].epoch;
+    a.words = (struct host_words *)g->device_words[c->lane];
+    a.wait_ns = (unsigned long long)g->o.wait_ms * 1000000ull;
+    size_t chunks = (bytes + CHUNK - 1) / CHUNK;
+    int most = g->n_block[0]; /* the same grid on every lane: the fewest blocks that fit on any */
+    for (int i = 1; i < c->n_lane; i++) {
+        most = g->n_block[i] < most ? g->n_block[i] : most;
+    }
+    unsigned grid = (unsigned)(chunks < (size_t)most ? chunks : (size_t)most);
+    switch (c->n_lane) {
+    case 2: exchange<2><<<grid, THREADS, 0, stream_of(c)>>>(a); break;
+    case 4: exchange<4><<<grid, THREADS, 0, stream_of(c)>>>(a); break;
+    default: exchange<8><<<grid, THREADS, 0, stream_of(c)>>>(a); break;
+    }
+    return cu_check(c, cudaGetLastError(), "reduction over peer memory");
+}
+
+static ql_status nccl_check(const ql_comm *c, ncclResult_t r, const char *what) {
+    if (r == ncclSuccess) {
+        return QL_OK;
+    }
+    return ql_fail(c->dev->err, QL_ERR_DEVICE, "lane %d: %s: NCCL: %s", c->lane, what, c->group->nccl.error_string(r));
+}
+
+static ql_status nccl_gather(ql_comm *c, const void *src, void *dst, size_t bytes) {
+    struct ql_comm_group *g = c->group;
+    return nccl_check(c, g->nccl.all_gather(src, dst, bytes, ncclUint8, g->nccl_comm[c->lane], stream_of(c)), "gather");
+}
+
+static ql_status nccl_reduce(ql_comm *c, const float *src, float *dst, int64_t n) {
+    struct ql_comm_group *g = c->group;
+    if (c->n_lane == 2) { /* a + b has one order */
+        return nccl_check(c, g->nccl.all_reduce(src, dst, (size_t)n, ncclFloat32, ncclSum, g->nccl_comm[c->lane], stream_of(c)),
+                          "reduction");
+    }
+    QL_TRY(nccl_gather(c, src, g->gathered[c->lane], (size_t)n * sizeof(float)));
+    tree_add<<<(unsigned)((n + THREADS - 1) / THREADS), THREADS, 0, stream_of(c)>>>((const float *)g->gathered[c->lane], dst, n,
+                                                                                   n, c->n_lane);
+    return cu_check(c, cudaGetLastError(), "tree addition");
+}
+
+static ql_status reduce(ql_comm *c, const float *src, float *dst, int64_t n) {
+    size_t bytes = (size_t)n * sizeof(float);
+    if (c->n_lane == 1) {
+        return cu_check(c, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream_of(c)), "reduction");
+    }
+    if (bytes > c->group->cap) {
+        return ql_fail(c->dev->err, QL_ERR_INTERNAL, "lane %d: reduction of %zu bytes, at most %zu were planned", c->lane, bytes,
+                       c->group->cap);
+    }
+    if (c->group->use_peer && bytes % VECTOR == 0) {
+        return peer_exchange(c, src, dst, bytes, true);
+    }
+    return nccl_reduce(c, src, dst, n);
+}
+
+static ql_status gather(ql_comm *c, const void *src, void *dst, size_t bytes) {
+    if (c->n_lane == 1) {
+        return cu_check(c, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream_of(c)), "gather");
+    }
+    if (c->group->use_peer && bytes % VECTOR == 0 && bytes <= c->group->cap) {
+        return peer_exchange(c, src, dst, bytes, false);
+    }
+    return nccl_gather(c, src, dst, bytes);
+}
+
+/* After a sync: what a kernel that gave up left behind. */
+static ql_status check(ql_comm *c) {
+    struct ql_comm_group *g = c->group;
+    if (c->n_lane == 1) {
+        return QL_OK;
+    }
+    uint32_t error = __atomic_load_n(&g->words[c->lane]->error, __ATOMIC_ACQUIRE);
+    if (error == 0) {
+        return QL_OK;
+    }
+    if (error == ABORTED && ql_abort_raised(g->o.abort)) {
+        return ql_abort_error(g->o.abort, c->dev->err);
+    }
+    return ql_fail(c->dev->err, QL_ERR_DEVICE, "lane %d waited %d ms for lane %d in a reduction (deadline of a wait)", c->lane,
+                   g->o.wait_ms, (int)error - 1);
+}
+
+/* The lane failed, or saw a peer fail: let go of NCCL, whose kernels watch nothing of ours. */
+static void let_go(ql_comm *c) {
+    struct ql_comm_group *g = c->group;
+    if (g->nccl_comm[c->lane]) {
+        g->nccl.comm_abort(g->nccl_comm[c->lane]);
+        g->nccl_comm[c->lane] = NULL;
+    }
+}
+
+/* ---- open ---------------------------------------------------------------------------------------------------------- */
+
+static size_t slot_cap(size_t max_bytes) { return (max_bytes + CHUNK - 1) / CHUNK * CHUNK; }
+
+uint64_t ql_comm_cuda_bytes(int32_t n_lane, size_t max_bytes) {
+    if (n_lane == 1) {
+        return 0;
+    }
+    uint64_t cap = slot_cap(max_bytes), n = (uint64_t)n_lane, chunks = cap / CHUNK;
+    return 2 * n * cap + (n + 1) * chunks * 4 + 2 * cap + (n_lane > 2 ? n * cap : 0) + sizeof(unsigned long long);
+}
+
+ql_status ql_comm_cuda_open(ql_comm_group **group, const ql_comm_cuda_options *o, ql_error *err) {
+    struct ql_comm_group *g = NULL;
+    QL_TRY(ql_alloc(o->mem, 1, sizeof *g, "the lanes' shared state", (void **)&g, err));
+    g->o = *o;
+    memcpy(g->ordinal, o->ordinal, (size_t)o->n_lane * sizeof *g->ordinal);
+    g->o.ordinal = g->ordinal;
+    g->cap = slot_cap(o->max_bytes);
+    if (o->n_lane > 1) {
+        ql_status status = ql_nccl_open(&g->nccl, err);
+        if (status == QL_OK) {
+            int before = 0;
+            cudaGetDevice(&before);
+            status = ql_nccl_init_all(&g->nccl, g->nccl_comm, o->n_lane, g->ordinal, o->init_ms, err);
+            cudaSetDevice(before);
+        }
+        if (status != QL_OK) {
+            ql_free(o->mem, g); /* the library stays open: an attempt left behind may be in it */
+            return status;
+        }
+    }
+    *group = g;
+    return QL_OK;
+}
+
+ql_status ql_comm_cuda_bind(ql_comm_group *g, int32_t lane, ql_dev *dev, ql_comm *c) {
+    *c = ql_comm{};
+    c->lane = lane;
+    c->n_lane = g->o.n_lane;
+    c->dev = dev;
+    c->group = g;
+    c->reduce = reduce;
+    c->gather = gather;
+    c->check = check;
+    c->let_go = let_go;
+    g->bound[lane] = true;
+    if (c->n_lane == 1) {
+        return QL_OK;
+    }
+    struct lane_memory *m = &g->lane[lane];
+    size_t n = (size_t)c->n_lane, chunks = g->cap / CHUNK;
+    QL_TRY(dev->ops->alloc(dev, 2 * n * g->cap, "reduction slots", (void **)&m->slot));
+    QL_TRY(dev->ops->alloc(dev, n * chunks * 4, "reduction flags", (void **)&m->flag));
+    QL_TRY(dev->ops->alloc(dev, chunks * 4, "reduction epochs", (void **)&m->epoch));
+    QL_TRY(dev->ops->alloc(dev, 2 * g->cap, "the proof of reductions", (void **)&m->proof));
+    QL_TRY(dev->ops->alloc(dev, sizeof *m->wrong, "the proof of reductions", (void **)&m->wrong));
+    if (c->n_lane > 2) {
+        QL_TRY(dev->ops->alloc(dev, n * g->cap, "gathered vectors", (void **)&g->gathered[lane]));
+    }
+    QL_TRY(cu_check(c, cudaHostAlloc((void **)&g->words[lane], sizeof(struct host_words), cudaHostAllocMapped), "pinned memory"));
+    memset(g->words[lane], 0, sizeof(struct host_words));
+    QL_TRY(cu_check(c, cudaHostGetDevicePointer((void **)&g->device_words[lane], g->words[lane], 0), "pinned memory"));
+    ql_abort_mirror(g->o.abort, lane, &g->words[lane]->abort);
+    int per_sm = 0, n_sm = 0;
+    QL_TRY(cu_check(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, exchange<8>, THREADS, 0), "occupancy"));
+    QL_TRY(cu_check(c, cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, ql_cuda_ordinal(dev)), "device query"));
+    g->n_block[lane] = n_sm * (per_sm < 2 ? per_sm : 2);
+    return dev->ops->sync(dev);
+}
+
+ql_status ql_comm_cuda_connect(ql_comm *c) {
+    struct ql_comm_group *g = c->group;
+    int own = g->ordinal[c->lane];
+    bool ok = c->n_lane > 1;
+    for (int i = 0; i < c->n_lane && ok; i++) {
+        int can = 1;
+        if (i == c->lane || g->ordinal[i] == own) {
+            continue;
+        }
+        if (cudaDeviceCanAccessPeer(&can, own, g->ordinal[i]) != cudaSuccess || !can) {
+            ok = false;
+            break;
+        }
+        cudaError_t e = cudaDeviceEnablePeerAccess(g->ordinal[i], 0);
+        ok = e == cudaSuccess || e == cudaErrorPeerAccessAlreadyEnabled;
+    }
+    cudaGetLastError();
+    g->peer_ok[c->lane] = ok;
+    return QL_OK;
+}
+
+/* ---- proof --------------------------------------------------------------------------------------------------------- */
+
+/* Whole numbers up to 2^20, so that every partial sum is exact: any error is an error of the path. */
+__device__ __forceinline__ float proof_value(int lane, uint32_t round, int64_t i) {
+    uint32_t h = (uint32_t)i * 2654435761u ^ round * 2246822519u ^ (uint32_t)(lane + 1) * 3266489917u;
+    h ^= h >> 15;
+    h *= 2246822519u;
+    h ^= h >> 13;
+    return (float)((int32_t)(h >> 11) - (1 << 20));
+}
+
+__global__ void proof_fill(float *src, int64_t n, int lane, uint32_t round) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        src[i] = proof_value(lane, round, i);
+    }
+}
+
+__global__ void proof_check(const float *sum, int64_t n, int n_lane, uint32_t round, unsigned long long *wrong) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        float want = 0;
+        for (int l = 0; l < n_lane; l++) {
+            want += proof_value(l, round, i);
+        }
+        if (!(sum[i] == want)) {
+            atomicAdd(wrong, 1ull); /* a count, not a sum that anything rounds */
+        }
+    }
+}
+
+static ql_status prove_path(ql_comm *c, bool peer, int64_t n, int rounds, uint32_t seed) {
+    struct ql_comm_group *g = c->group;
+    struct lane_memory *m = &g->lane[c->lane];
+    float *src = (float *)m->proof, *dst = (float *)(m->proof + g->cap);
+    unsigned grid = (unsigned)((n + THREADS - 1) / THREADS);
+    grid = grid > 512 ? 512 : grid;
+    for (int r = 0; r < rounds; r++) {
+        uint32_t round = seed + (uint32_t)r;
+        proof_fill<<<grid, THREADS, 0, stream_of(c)>>>(src, n, c->lane, round);
+        QL_TRY(peer ? peer_exchange(c, src, dst, (size_t)n * sizeof(float), true) : nccl_reduce(c, src, dst, n));
+        proof_check<<<grid, THREADS, 0, stream_of(c)>>>(dst, n, c->n_lane, round, m->wrong);
+        if (r % 256 == 255) { /* bound the queue, and see an abort */
+            ql_dev_count(&c->dev->progress, 1);
+            QL_TRY(c->dev->ops->sync(c->dev));
+            QL_TRY(check(c));
+        }
+    }
+    QL_TRY(c->dev->ops->sync(c->dev));
+    return check(c);
+}
+
+/* Rounds of NCCL are ten times dearer and its code is proved elsewhere. */
+ql_status ql_comm_cuda_prove(ql_comm *c) {
+    struct ql_comm_group *g = c->group;
+    if (c->n_lane == 1) {
+        return QL_OK;
+    }
+    bool peer = true;
+    for (int i = 0; i < c->n_lane; i++) {
+        peer = peer && g->peer_ok[i];
+    }
+    int64_t largest = (int64_t)(g->cap / sizeof(float));
+    int64_t small = (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) < largest ? (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) : largest;
+    for (int path = 0; path < 2; path++) {
+        bool is_peer = path == 0;
+        if (is_peer && !peer) {
+            continue;
+        }
+        struct lane_memory *m = &g->lane[c->lane];
+        QL_TRY(c->dev->ops->zero(c->dev, m->wrong, sizeof *m->wrong));
+        QL_TRY(prove_path(c, is_peer, 4, is_peer ? PROOF_SMALL_ROUNDS : 100, 1));
+        QL_TRY(prove_path(c, is_peer, small, is_peer ? PROOF_SMALL_ROUNDS : 100, 100001));
+        QL_TRY(prove_path(c, is_peer, largest, is_peer ? PROOF_LARGE_ROUNDS : 5, 200001));
+        QL_TRY(c->dev->ops->d2h(c->dev, &g->n_wrong[c->lane], m->wrong, sizeof *m->wrong));
+        QL_TRY(c->dev->ops->sync(c->dev));
+        if (is_peer) {
+            g->peer_ok[c->lane] = g->n_wrong[c->lane] == 0;
+        } else {
+            g->nccl_ok[c->lane] = g->n_wrong[c->lane] == 0;
+        }
+    }
+    return QL_OK;
+}
+
+ql_status ql_comm_cuda_settle(ql_comm_group *g, ql_error *err) {
+    if (g->o.n_lane == 1) {
+        return QL_OK;
+    }
+    bool peer = true, nccl = true;
+    for (int i = 0; i < g->o.n_lane; i++) {
+        peer = peer && g->peer_ok[i];
+        nccl = nccl && g->nccl_ok[i];
+    }
+    if (!peer) {
+        ql_logf(g->o.log, QL_LOG_WARN, "reductions over peer memory are off: the GPUs cannot reach each other's memory, or "
+                                       "delivered wrong sums; NCCL serves them, slower");
+    }
+    if (!nccl) {
+        ql_logf(g->o.log, QL_LOG_WARN, "NCCL %d delivered wrong sums on this machine", g->nccl.version);
+    }
+    if (!peer && !nccl) {
+        return ql_fail(err, QL_ERR_DEVICE, "no way to add across these GPUs gave right sums; use one lane");
+    }
+    if (!nccl) {
+        return ql_fail(err, QL_ERR_DEVICE, "NCCL gave wrong sums on these GPUs; use one lane, or another NCCL through QLANE_NCCL");
+    }
+    g->use_peer = peer;
+    return QL_OK;
+}
+
+/* ---- close --------------------------------------------------------------------------------------------------------- */
+
+void ql_comm_cuda_unbind(ql_comm *c) {
+    if (!c->group || !c->dev || !c->dev->ops) {
+        return;
+    }
+    struct ql_comm_group *g = c->group;
+    struct lane_memory *m = &g->lane[c->lane];
+    ql_dev *dev = c->dev;
+    if (g->nccl_comm[c->lane]) {
+        g->nccl.comm_destroy(g->nccl_comm[c->lane]);
+        g->nccl_comm[c->lane] = NULL;
+    }
+    dev->ops->free(dev, m->slot);
+    dev->ops->free(dev, m->flag);
+    dev->ops->free(dev, m->epoch);
+    dev->ops->free(dev, m->proof);
+    dev->ops->free(dev, m->wrong);
+    dev->ops->free(dev, g->gathered[c->lane]);
+    memset(m, 0, sizeof *m);
+    g->gathered[c->lane] = NULL;
+    if (g->words[c->lane]) {
+        ql_abort_mirror(g->o.abort, c->lane, NULL);
+        cudaFreeHost(g->words[c->lane]);
+        g->words[c->lane] = NULL;
+    }
+    c->group = NULL;
+}
+
+void ql_comm_cuda_close(ql_comm_group **group) {
+    struct ql_comm_group *g = *group;
+    if (!g) {
+        return;
+    }
+    for (int i = 0; i < g->o.n_lane; i++) { /* lanes that never got as far as bind */
+        if (g->nccl_comm[i]) {
+            g->nccl.comm_destroy(g->nccl_comm[i]);
+        }
+    }
+    ql_nccl_close(&g->nccl);
+    ql_free(g->o.mem, g);
+    *group = NULL;
+}
+
+const char *ql_comm_cuda_path(const ql_comm_group *g) { return g->o.n_lane == 1 ? "none" : g->use_peer ? "peer" : "nccl"; }
+int32_t ql_comm_cuda_nccl_version(const ql_comm_group *g) { return g->nccl.version; }

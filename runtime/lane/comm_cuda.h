@@ -1,0 +1,54 @@
+/* Collectives of CUDA lanes. No CUDA or NCCL type crosses this header.
+ *
+ * Two paths, each proved when an engine opens and switched off, loudly, if it is wrong:
+ *   peer   one kernel per collective: every lane pushes its data into its peers' memory, waits for their flags, and adds
+ *          in tree order. For lanes whose GPUs can all reach each other's memory.
+ *   nccl   NCCL's sum for two lanes (one exact addition), gather and tree addition for more.
+ * More than one lane needs NCCL to be there, so that there is a path on any machine.
+ */
+#ifndef QL_RUNTIME_LANE_COMM_CUDA_H
+#define QL_RUNTIME_LANE_COMM_CUDA_H
+
+#include "runtime/base/log.h"
+#include "runtime/lane/comm.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ql_comm_cuda_options {
+    int32_t n_lane;
+    const int32_t *ordinal; /* [n_lane] CUDA devices */
+    size_t max_bytes;       /* largest vector of a reduction */
+    int32_t wait_ms, init_ms;
+    ql_abort *abort;
+    ql_log *log;
+    const ql_allocator *mem;
+} ql_comm_cuda_options;
+
+/* Device memory that a lane's collectives take. */
+uint64_t ql_comm_cuda_bytes(int32_t n_lane, size_t max_bytes);
+
+/* Opens NCCL and its communicators where n_lane > 1, within init_ms. Any thread; its current device stays as it was. */
+ql_status ql_comm_cuda_open(ql_comm_group **group, const ql_comm_cuda_options *options, ql_error *err);
+
+/* The lane's part, on its thread, in this order with all lanes done between: own memory; peers' memory; the proof. */
+ql_status ql_comm_cuda_bind(ql_comm_group *group, int32_t lane, ql_dev *dev, ql_comm *comm);
+ql_status ql_comm_cuda_connect(ql_comm *comm);
+ql_status ql_comm_cuda_prove(ql_comm *comm);
+
+/* On the caller's thread after all lanes proved: settles which paths are used, refuses when none is right. */
+ql_status ql_comm_cuda_settle(ql_comm_group *group, ql_error *err);
+
+/* On the lane's thread, once every lane is idle. Accepts a comm that was never bound. */
+void ql_comm_cuda_unbind(ql_comm *comm);
+void ql_comm_cuda_close(ql_comm_group **group);
+
+/* "peer" or "nccl" or "none" (one lane), and NCCL's version as 22803, 0 where it is not open. */
+const char *ql_comm_cuda_path(const ql_comm_group *group);
+int32_t ql_comm_cuda_nccl_version(const ql_comm_group *group);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
