@@ -210,7 +210,7 @@ REPLAYS := $(foreach r,$(REPLAY),'$(r) tests/fuzz/corpus/$(notdir $(r))')
 CLI_TESTS := $(foreach t,$(sort $(wildcard tests/cli/*.sh)),'$(t) $(B)/qlane')
 
 test-run: all $(UNIT) $(MODEL) $(KCHECK) $(REPLAY) $(BENCH) $(EXAMPLES)
-	@tools/runtests.sh -j $(JOBS) -d $(B)/test-logs $(MODEL) $(UNIT) $(KCHECK) $(CLI_TESTS) $(EXAMPLES) $(REPLAYS) $(CHECKS)
+	@tools/runtests.sh -j $(JOBS) -d $(B)/test-logs $(KCHECK) $(MODEL) $(UNIT) $(CLI_TESTS) $(EXAMPLES) $(REPLAYS) $(CHECKS)
 
 .PHONY: unit kcheck model cli
 unit: $(UNIT) ## unit tests

@@ -91,8 +91,7 @@ static void *ask_and_cancel(void *arg) {
     ql_request_id id;
     ql_request req = question("The capital of France is", 400);
     req.ignore_eos = 1;
-    if (ql_submit(c->engine, &req, on_event, c, &id, &err) != QL_OK ||
-        ql_wait(c->engine, id, &res, &err) != QL_OK) {
+    if (ql_submit(c->engine, &req, on_event, c, &id, &err) != QL_OK || ql_wait(c->engine, id, &res, &err) != QL_OK) {
         fprintf(stderr, "%s\n", err.text);
     } else {
         c->finish = res->finish;

@@ -8,14 +8,10 @@ if [[ -z $format ]] || ! "$format" --version | grep -q 'version 14\.'; then
     echo "0 passed, 0 failed, 1 skipped"
     exit 0
 fi
-pass=0 fail=0
-while read -r f; do
-    if "$format" --dry-run -Werror "$f" >/dev/null 2>&1; then
-        pass=$((pass + 1))
-    else
-        fail=$((fail + 1))
-        echo "FAIL $f: run make format"
-    fi
-done < <(find runtime loader kernels tests bench examples \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) | sort)
+files=$(find runtime loader kernels tests bench examples \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) | sort)
+bad=$(xargs -n 16 -P 2 "$format" --dry-run -Werror <<<"$files" 2>&1 | sed -nE 's/^([^:]+):[0-9]+:[0-9]+: error:.*/\1/p' | sort -u)
+[[ -z $bad ]] || sed 's/.*/FAIL &: run make format/' <<<"$bad"
+fail=$(grep -c . <<<"$bad")
+pass=$(($(wc -l <<<"$files") - fail))
 echo "$pass passed, $fail failed, 0 skipped"
 ((fail == 0))

@@ -75,7 +75,7 @@ typedef struct ql_cli_args {
     double temp, top_p, min_p, rep_pen, presence, frequency;
     int64_t device, kv, order; /* index into the option's list of names */
     ql_precision prompt_precision, gen_precision;
-    int64_t mtp;               /* drafted tokens of --spec mtp[:K] */
+    int64_t mtp; /* drafted tokens of --spec mtp[:K] */
     ql_cli_texts stop, kernel;
     bool json, crc, stats, verify, profile;
     bool help;

@@ -16,16 +16,16 @@ enum { HEADER_BYTES = 128, N_KIND = 4, PATH_BYTES = 4096 };
 
 typedef struct npy {
     const char *name;
-    bool layered;   /* [layers][rows][width], else [rows][width] */
-    int32_t n_row;  /* rows of a layer */
-    int fd;         /* -1: nothing came yet */
+    bool layered;  /* [layers][rows][width], else [rows][width] */
+    int32_t n_row; /* rows of a layer */
+    int fd;        /* -1: nothing came yet */
     int32_t width, n_layer;
     int64_t n_seen; /* rows written, over all layers */
 } npy;
 
 struct ql_cli_dump {
     char dir[PATH_BYTES - 64];
-    npy file[N_KIND]; /* by ql_probe_kind */
+    npy file[N_KIND];             /* by ql_probe_kind */
     char error[PATH_BYTES + 256]; /* the first failure */
 };
 
@@ -55,7 +55,7 @@ static void fail(ql_cli_dump *dump, const npy *f) {
 
 int ql_cli_dump_folder(const char *dir) {
     struct stat st;
-    if (!dir[0] || strlen(dir) >= sizeof ((ql_cli_dump *)NULL)->dir) {
+    if (!dir[0] || strlen(dir) >= sizeof((ql_cli_dump *)NULL)->dir) {
         return ql_cli_fail(QL_EXIT_USAGE, "--dump wants the path of a folder");
     }
     if (mkdir(dir, 0777) != 0 && errno != EEXIST) {

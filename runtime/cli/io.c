@@ -42,18 +42,13 @@ int ql_cli_fail(int code, const char *fmt, ...) {
 int ql_cli_fail_err(const ql_error *err) {
     print_line(err->text[0] ? err->text : ql_status_text(err->status));
     switch (err->status) {
-    case QL_ERR_USAGE:
-        return QL_EXIT_USAGE;
-    case QL_ERR_MODEL:
-        return QL_EXIT_MODEL;
+    case QL_ERR_USAGE: return QL_EXIT_USAGE;
+    case QL_ERR_MODEL: return QL_EXIT_MODEL;
     case QL_ERR_DEVICE:
-    case QL_ERR_STATE:
-        return QL_EXIT_DEVICE;
-    case QL_ERR_MEMORY:
-        return QL_EXIT_MEMORY;
+    case QL_ERR_STATE: return QL_EXIT_DEVICE;
+    case QL_ERR_MEMORY: return QL_EXIT_MEMORY;
     case QL_OK:
-    case QL_ERR_INTERNAL:
-        break;
+    case QL_ERR_INTERNAL: break;
     }
     return QL_EXIT_FAILED;
 }
@@ -104,15 +99,18 @@ int ql_cli_read(const char *path, char **data, size_t *bytes) {
     bool std = strcmp(path, "-") == 0;
     const char *what = std ? "standard input" : path;
     FILE *f = std ? stdin : fopen(path, "rb");
-    char *buf = NULL;
-    size_t len = 0, cap = 0;
+    size_t len = 0, cap = 1 << 16;
     int rc = 0;
     if (!f) {
         return ql_cli_fail(QL_EXIT_MODEL, "cannot open %s: %s", what, strerror(errno));
     }
-    while (true) {
-        if (len + 1 >= cap) {
-            cap = cap ? 2 * cap : 1 << 16;
+    char *buf = malloc(cap);
+    if (!buf) {
+        rc = ql_cli_fail(QL_EXIT_MEMORY, "out of memory reading %s", what);
+    }
+    while (buf) {
+        if (len + 1 == cap) {
+            cap *= 2;
             char *grown = realloc(buf, cap);
             if (!grown) {
                 rc = ql_cli_fail(QL_EXIT_MEMORY, "out of memory reading %s after %zu bytes", what, len);

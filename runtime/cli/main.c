@@ -36,8 +36,8 @@ static const command *find_command(const char *name) {
 }
 
 static int unknown_command(const char *name) {
-    return ql_cli_fail(QL_EXIT_USAGE, "no command '%.80s'; the commands are run, plan, inspect, tokenize and detokenize",
-                       name);
+    return ql_cli_fail(QL_EXIT_USAGE,
+                       "no command '%.80s'; the commands are run, plan, inspect, tokenize and detokenize", name);
 }
 
 static void print_overview(FILE *out) {
@@ -46,7 +46,8 @@ static void print_overview(FILE *out) {
     for (int i = 0; i < N_COMMAND; i++) {
         fprintf(out, "  qlane %-11s %s\n", commands[i].name, commands[i].help);
     }
-    fputs("\n  qlane help COMMAND   its options\n  qlane --version      version, commit, what it was built with\n", out);
+    fputs("\n  qlane help COMMAND   its options\n  qlane --version      version, commit, what it was built with\n",
+          out);
 }
 
 static int print_command_help(const command *c) {

@@ -22,15 +22,15 @@ typedef enum opt_type {
 } opt_type;
 
 typedef struct option {
-    const char *name;    /* as on the command line */
+    const char *name; /* as on the command line */
     opt_type type;
-    const char *arg;     /* value's name in help; NULL for flags */
-    double min, max;     /* numbers; bytes */
-    bool above;          /* min itself is not accepted */
+    const char *arg;      /* value's name in help; NULL for flags */
+    double min, max;      /* numbers; bytes */
+    bool above;           /* min itself is not accepted */
     const char *fallback; /* default, in words */
     const char *help;
     unsigned commands;
-    size_t at;           /* offset of the value in ql_cli_args */
+    size_t at; /* offset of the value in ql_cli_args */
     const char *const *choice;
 } option;
 
@@ -61,10 +61,10 @@ static const option table[] = {
      "generate at most N ids", QL_CMD_RUN, AT(n), NULL},
     {"--lanes", OPT_INT, "N", 1, 64, false, "every usable GPU that the model allows, else 1 host lane",
      "number of lanes; must divide the model's slice count", SHAPE_CMDS, AT(lanes), NULL},
-    {"--devices", OPT_INTS, "0,1", 0, 0, false, NULL, "the GPUs to use, one lane each; in place of --lanes",
-     QL_CMD_RUN, AT(devices), NULL},
-    {"--device", OPT_CHOICE, "KIND", 0, 0, false, "GPUs where a usable one exists, else host",
-     "what lanes run on", QL_CMD_RUN, AT(device), device_names},
+    {"--devices", OPT_INTS, "0,1", 0, 0, false, NULL, "the GPUs to use, one lane each; in place of --lanes", QL_CMD_RUN,
+     AT(devices), NULL},
+    {"--device", OPT_CHOICE, "KIND", 0, 0, false, "GPUs where a usable one exists, else host", "what lanes run on",
+     QL_CMD_RUN, AT(device), device_names},
     {"--temp", OPT_REAL, "T", 0, 100, false, "the model's generation_config.json, else 0",
      "temperature; 0 takes the likeliest id", QL_CMD_RUN, AT(temp), NULL},
     {"--top-k", OPT_INT, "K", 0, INT32_MAX, false, "the model's, else 0", "sample from the K likeliest ids; 0 is all",
@@ -139,13 +139,9 @@ static void list_choices(const char *const *choice, char *out, size_t cap) {
 static void describe(const option *o, char *out, size_t cap) {
     char names[128];
     switch (o->type) {
-    case OPT_FLAG:
-        snprintf(out, cap, "no value");
-        return;
+    case OPT_FLAG: snprintf(out, cap, "no value"); return;
     case OPT_TEXT:
-    case OPT_TEXTS:
-        snprintf(out, cap, "%s", o->arg);
-        return;
+    case OPT_TEXTS: snprintf(out, cap, "%s", o->arg); return;
     case OPT_INT:
         if (o->max >= (double)INT64_MAX) {
             snprintf(out, cap, "an integer from %.0f to %lld", o->min, (long long)INT64_MAX);
@@ -153,9 +149,7 @@ static void describe(const option *o, char *out, size_t cap) {
             snprintf(out, cap, "an integer from %.0f to %.0f", o->min, o->max);
         }
         return;
-    case OPT_BYTES:
-        snprintf(out, cap, "a number of bytes such as 80000000000, 512M or 80G");
-        return;
+    case OPT_BYTES: snprintf(out, cap, "a number of bytes such as 80000000000, 512M or 80G"); return;
     case OPT_REAL:
         snprintf(out, cap, o->above ? "a number above %g, at most %g" : "a number from %g to %g", o->min, o->max);
         return;
@@ -163,15 +157,9 @@ static void describe(const option *o, char *out, size_t cap) {
         list_choices(o->choice, names, sizeof names);
         snprintf(out, cap, "%s", names);
         return;
-    case OPT_INTS:
-        snprintf(out, cap, "integers such as %s", o->arg);
-        return;
-    case OPT_PRECISION:
-        snprintf(out, cap, "exact, bf16 or fp8, or prompt=P,gen=P");
-        return;
-    case OPT_SPEC:
-        snprintf(out, cap, "mtp or mtp:K with K from %.0f to %.0f", o->min, o->max);
-        return;
+    case OPT_INTS: snprintf(out, cap, "integers such as %s", o->arg); return;
+    case OPT_PRECISION: snprintf(out, cap, "exact, bf16 or fp8, or prompt=P,gen=P"); return;
+    case OPT_SPEC: snprintf(out, cap, "mtp or mtp:K with K from %.0f to %.0f", o->min, o->max); return;
     }
 }
 
@@ -330,12 +318,8 @@ static int set_value(ql_cli_args *args, const option *o, const char *value) {
     double r;
     size_t bad;
     switch (o->type) {
-    case OPT_FLAG:
-        *(bool *)at = true;
-        return 0;
-    case OPT_TEXT:
-        *(const char **)at = value;
-        return 0;
+    case OPT_FLAG: *(bool *)at = true; return 0;
+    case OPT_TEXT: *(const char **)at = value; return 0;
     case OPT_TEXTS: {
         ql_cli_texts *list = at;
         const char **grown = realloc(list->v, ((size_t)list->n + 1) * sizeof *grown);
@@ -372,12 +356,9 @@ static int set_value(ql_cli_args *args, const option *o, const char *value) {
             }
         }
         return bad_value(o, value);
-    case OPT_INTS:
-        return ql_cli_parse_ints(value, strlen(value), at, &bad) ? 0 : bad_value(o, value);
-    case OPT_PRECISION:
-        return parse_precision(value, args) ? 0 : bad_value(o, value);
-    case OPT_SPEC:
-        return parse_spec(o, value, at) ? 0 : bad_value(o, value);
+    case OPT_INTS: return ql_cli_parse_ints(value, strlen(value), at, &bad) ? 0 : bad_value(o, value);
+    case OPT_PRECISION: return parse_precision(value, args) ? 0 : bad_value(o, value);
+    case OPT_SPEC: return parse_spec(o, value, at) ? 0 : bad_value(o, value);
     }
     return QL_EXIT_FAILED;
 }
@@ -424,9 +405,25 @@ static int unknown_option(enum ql_cli_command command, const char *command_name,
 
 int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *command_name, int argc, char **argv) {
     bool seen[N_OPT] = {false};
-    *args = (ql_cli_args){.n = -1, .lanes = -1, .seqs = -1, .ctx = -1, .chunk = -1, .mem = -1, .seed = -1, .top_k = -1,
-                          .wait_ms = -1, .init_ms = -1, .temp = NAN, .top_p = NAN, .min_p = NAN, .rep_pen = NAN,
-                          .presence = NAN, .frequency = NAN, .device = -1, .kv = -1, .order = -1};
+    *args = (ql_cli_args){.n = -1,
+                          .lanes = -1,
+                          .seqs = -1,
+                          .ctx = -1,
+                          .chunk = -1,
+                          .mem = -1,
+                          .seed = -1,
+                          .top_k = -1,
+                          .wait_ms = -1,
+                          .init_ms = -1,
+                          .temp = NAN,
+                          .top_p = NAN,
+                          .min_p = NAN,
+                          .rep_pen = NAN,
+                          .presence = NAN,
+                          .frequency = NAN,
+                          .device = -1,
+                          .kv = -1,
+                          .order = -1};
     for (int i = 0; i < argc; i++) {
         const char *given = argv[i];
         if (given[0] != '-' || !given[1]) {

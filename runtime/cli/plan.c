@@ -142,9 +142,9 @@ static void print_text(const plan *p) {
     for (int32_t i = 0; i < p->n_context; i++) {
         const context_row *row = &p->context[i];
         printf("%-12d %20s%s\n", row->ctx, ql_cli_commas(row->bytes, a),
-               p->opt.mem_bytes == 0      ? ""
+               p->opt.mem_bytes == 0 ? ""
                : fits(p, row->bytes) ? "  fits"
-                                          : "  does not fit");
+                                     : "  does not fit");
     }
     if (p->opt.mem_bytes) {
         printf("largest context within %s bytes: %d tokens\n", ql_cli_commas(p->opt.mem_bytes, a),

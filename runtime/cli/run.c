@@ -18,7 +18,7 @@ typedef struct stream {
     bool silent, ids; /* --json; no tokenizer: ids in place of text */
     bool ended_line;  /* what was written ends with a newline */
     int64_t n_id;
-    int write_errno;  /* why standard output failed, or 0 */
+    int write_errno; /* why standard output failed, or 0 */
 } stream;
 
 typedef struct run {
@@ -197,8 +197,8 @@ static int fill_prompt(run *r) {
         req->ids = r->args->ids.v;
         req->n_ids = r->args->ids.n;
     } else if (r->args->dump && ql_engine_tokenizer(r->engine)) {
-        if (ql_tokenizer_encode(ql_engine_tokenizer(r->engine), r->prompt, r->prompt_bytes, &r->prompt_ids,
-                                &req->n_ids, &err) != QL_OK) {
+        if (ql_tokenizer_encode(ql_engine_tokenizer(r->engine), r->prompt, r->prompt_bytes, &r->prompt_ids, &req->n_ids,
+                                &err) != QL_OK) {
             return ql_cli_fail_err(&err);
         }
         req->ids = r->prompt_ids;
@@ -327,9 +327,9 @@ static int print_json(const run *r) {
 /* Ends the streamed line where nothing else does: after ids always, after text for a person at a terminal. */
 static int end_output(run *r) {
     if (r->out.write_errno) {
-        return r->out.write_errno == EPIPE ? 0
-                                           : ql_cli_fail(QL_EXIT_FAILED, "cannot write to standard output: %s",
-                                                         strerror(r->out.write_errno));
+        return r->out.write_errno == EPIPE
+                   ? 0
+                   : ql_cli_fail(QL_EXIT_FAILED, "cannot write to standard output: %s", strerror(r->out.write_errno));
     }
     if (r->out.ids ? r->out.n_id > 0 : ql_cli_is_terminal() && r->result->n_ids && !r->out.ended_line) {
         putchar('\n');

@@ -68,7 +68,9 @@ prints "a forced kernel" " Paris" run --kernel linear=twin --temp 0 -n 1 -p "$fr
 # Sampling: the same seed gives the same text, the model's settings fill what is left open.
 q run -n 30 --seed 5 -p "$france" --temp 1.5 --top-k 0 --top-p 1
 cp "$tmp/out" "$tmp/first"
-prints "a seed repeats" "$(<"$tmp/first")" run -n 30 --seed 5 -p "$france" --temp 1.5 --top-k 0 --top-p 1 --lanes 2
+prints "a seed repeats" "$(<"$tmp/first")" run -n 30 --seed 5 -p "$france" --temp 1.5 --top-k 0 --top-p 1
+prints "a seed repeats at another lane count" "$(<"$tmp/first")" \
+    run -n 30 --seed 5 -p "$france" --temp 1.5 --top-k 0 --top-p 1 --lanes 2
 q run -n 30 --seed 6 -p "$france" --temp 1.5 --top-k 0 --top-p 1
 report "$(cmp -s "$tmp/out" "$tmp/first" && echo 1 || echo 0)" "another seed differs" "$(seen)"
 q run -n 30 --seed 5 -p "$france" --temp 1.5
