@@ -105,10 +105,11 @@ int ql_cli_read(const char *path, char **data, size_t *bytes) {
         return ql_cli_fail(QL_EXIT_MODEL, "cannot open %s: %s", what, strerror(errno));
     }
     char *buf = malloc(cap);
-    if (!buf) {
-        rc = ql_cli_fail(QL_EXIT_MEMORY, "out of memory reading %s", what);
-    }
-    while (buf) {
+    while (true) {
+        if (!buf) {
+            rc = ql_cli_fail(QL_EXIT_MEMORY, "out of memory reading %s", what);
+            break;
+        }
         if (len + 1 == cap) {
             cap *= 2;
             char *grown = realloc(buf, cap);
@@ -130,7 +131,7 @@ int ql_cli_read(const char *path, char **data, size_t *bytes) {
     if (!std) {
         fclose(f);
     }
-    if (rc) {
+    if (rc || !buf) {
         free(buf);
         return rc;
     }
