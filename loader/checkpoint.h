@@ -12,6 +12,7 @@
 
 #include "loader/role.h"
 #include "loader/safetensors.h"
+#include "runtime/base/hub.h"
 
 /* A linear weight with its scales. */
 typedef struct ql_linear {
@@ -61,10 +62,6 @@ struct ql_checkpoint {
     ql_checkpoint_info summary;
     struct ql_owned *owned; /* what info and notes point at */
 };
-
-/* Finds the directory behind a path or Hub id ("org/name" in HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub; the
- * snapshot of refs/main). *dir is the caller's (free). */
-ql_status ql_model_dir(const char *model, char **dir, ql_error *err);
 
 /* One weight of the model, as ql_checkpoint_each meets it. */
 enum { QL_LAYER_NONE = -1, QL_LAYER_MTP = -2 };

@@ -458,7 +458,8 @@ ql_status ql_config_parse(const json_t *root, const char *what, ql_config *confi
     }
     ql_config c = {0};
     json_t *merged = json_copy((json_t *)root);
-    if (!merged) {
+    if (!merged || json_object_size(merged) != json_object_size(root)) { /* a copy drops keys when memory ends */
+        json_decref(merged);
         return ql_fail(err, QL_ERR_MEMORY, "%s: no host memory to read it", what);
     }
     ql_status status = QL_OK;
