@@ -418,7 +418,8 @@ ql_status ql_gdn_cuda(ql_dev *dev, const ql_gdn_args *a) {
                       a->n_key_head, a->n_value_head, a->key_head0, a->value_head0, a->group};
     cudaStream_t stream = cuda(dev)->stream;
     dim3 heads_segs((unsigned)(a->n_value_head * (D / COLS)), (unsigned)b->n_seg);
-    if (b->phase == QL_PHASE_GEN) {
+    /* Before compute capability 8.0 a block has too little shared memory for a chunk: the recurrence serves both phases. */
+    if (b->phase == QL_PHASE_GEN || cuda(dev)->cc < 80) {
         step_kernel<<<heads_segs, 256, 0, stream>>>(*b, h);
         return launched(dev, "gdn");
     }

@@ -1,6 +1,6 @@
 /* kcheck: every kernel case on a device, against the double-precision oracle and against the twin.
  *
- *     kcheck [--device host] [--variant NAME]... [--seed N] [--long] [--list] [-v] [FILTER]...
+ *     kcheck [--device host|cuda] [--variant NAME]... [--seed N] [--long] [--list] [-v] [FILTER]...
  *
  * FILTER is a part of a case name. Each family runs in a child process, so that a crash is one family's failure and names
  * its case. Prints one line a family and one for each failure; exit code 1 when anything failed or nothing ran.
@@ -8,6 +8,9 @@
 #include "tests/kcheck.h"
 
 #include "runtime/base/num.h"
+#if QL_CUDA
+#include "kernels/cuda.h"
+#endif
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -36,10 +39,18 @@ typedef struct report {
 /* Variants above the twin that the host may have, in rising order. */
 static const char *const host_levels[] = {"avx2", "avx512"};
 
-static bool open_host(ql_dev *dev, const char *family, const char *variant, ql_error *err) {
+static bool is_cuda(const options *opt) { return strcmp(opt->device, "cuda") == 0; }
+
+static bool open_device(const options *opt, ql_dev *dev, const char *family, const char *variant, ql_error *err) {
     char kernels[64];
     snprintf(kernels, sizeof kernels, "%s=%s", family, variant);
     *err = (ql_error){0};
+#if QL_CUDA
+    if (is_cuda(opt)) {
+        return ql_cuda_dev_open(dev, 0, kernels, NULL, err) == QL_OK;
+    }
+#endif
+    (void)opt;
     return ql_host_dev_open(dev, kernels, NULL, err) == QL_OK;
 }
 
@@ -212,7 +223,7 @@ static bool run_on(const options *opt, report *rep, const kc_family *family, con
     ql_error err;
     char why[512];
     snprintf(rep->current, sizeof rep->current, "%s/%s", c->name, variant);
-    if (!open_host(&dev, family->name, variant, &err)) {
+    if (!open_device(opt, &dev, family->name, variant, &err)) {
         printf("FAIL %s: %s\n", rep->current, err.text);
         rep->n_fail++;
         return false;
@@ -236,8 +247,9 @@ static void run_family(const options *opt, report *rep, const kc_family *family)
     int32_t n_level = 0;
     ql_dev dev;
     ql_error err;
-    for (size_t i = 0; i < sizeof host_levels / sizeof *host_levels; i++) {
-        if (variant_wanted(opt, host_levels[i]) && open_host(&dev, family->name, host_levels[i], &err)) {
+    const char *base = is_cuda(opt) ? "cuda" : "twin";
+    for (size_t i = 0; i < sizeof host_levels / sizeof *host_levels && !is_cuda(opt); i++) {
+        if (variant_wanted(opt, host_levels[i]) && open_device(opt, &dev, family->name, host_levels[i], &err)) {
             level[n_level++] = host_levels[i];
             dev.ops->close(&dev);
         }
@@ -250,13 +262,13 @@ static void run_family(const options *opt, report *rep, const kc_family *family)
         }
         void **twin = NULL;
         rep->n_case++;
-        bool good = run_on(opt, rep, family, c, "twin", NULL, &twin);
+        bool good = run_on(opt, rep, family, c, base, NULL, &twin);
         for (int32_t v = 0; v < n_level && good && !c->must_fail; v++) {
             good = run_on(opt, rep, family, c, level[v], twin, NULL);
         }
         drop(twin);
     }
-    printf("%-10s %5d cases, %5d runs (twin", family->name, rep->n_case, rep->n_run);
+    printf("%-10s %5d cases, %5d runs (%s", family->name, rep->n_case, rep->n_run, base);
     for (int32_t v = 0; v < n_level; v++) {
         printf(" %s", level[v]);
     }
@@ -269,7 +281,7 @@ static void run_family(const options *opt, report *rep, const kc_family *family)
 /* ---- program ----------------------------------------------------------------------------------------------------- */
 
 static int usage(void) {
-    fprintf(stderr, "usage: kcheck [--device host] [--variant twin|avx2|avx512]... [--seed N] [--long] [--list] [-v] "
+    fprintf(stderr, "usage: kcheck [--device host|cuda] [--variant twin|avx2|avx512]... [--seed N] [--long] [--list] [-v] "
                     "[FILTER]...\n");
     return 2;
 }
@@ -325,8 +337,15 @@ int main(int argc, char **argv) {
             return usage();
         }
     }
-    if (strcmp(opt.device, "host") != 0) {
-        fprintf(stderr, "kcheck: no device '%s'; this build has host\n", opt.device);
+#if QL_CUDA
+    static const char has[] = "host and cuda";
+    bool known_device = strcmp(opt.device, "host") == 0 || is_cuda(&opt);
+#else
+    static const char has[] = "host";
+    bool known_device = strcmp(opt.device, "host") == 0;
+#endif
+    if (!known_device) {
+        fprintf(stderr, "kcheck: no device '%s'; this build has %s\n", opt.device, has);
         return 2;
     }
     for (int32_t i = 0; i < opt.n_variant; i++) {
@@ -372,6 +391,6 @@ int main(int argc, char **argv) {
         n_run += rep->n_run;
         n_fail += rep->n_fail;
     }
-    printf("kcheck: %d runs, %d failed\n", n_run, n_fail);
+    printf("kcheck: %d passed, %d failed, 0 skipped\n", n_run - n_fail, n_fail);
     return n_fail || !n_run ? 1 : 0;
 }

@@ -29,8 +29,10 @@ static kc_case *add(kc_list *l, int32_t op, int32_t type, int32_t regime, int32_
     memcpy(c->p, p, sizeof p);
     size_t used = strlen(c->name);
     double keys = 0.0, seen = 0.0;
+    int32_t ctx = 0;
     for (int32_t s = 0; s < n_seg; s++) {
         int32_t n = segs[s][0], pos = segs[s][1];
+        ctx = pos + n > ctx ? pos + n : ctx;
         c->p[P_SEG + 1 + 2 * s] = n;
         c->p[P_SEG + 2 + 2 * s] = pos;
         c->rows += n;
@@ -40,7 +42,8 @@ static kc_case *add(kc_list *l, int32_t op, int32_t type, int32_t regime, int32_
     }
     int32_t n_kv = n_kv_of(c);
     double entry = (double)ql_kv_page_bytes((ql_kv_type)type, n_kv) / 64.0;
-    c->shape = (ql_shape){.n_head = n_head, .n_kv_head = n_kv, .max_row = c->rows, .max_seg = n_seg};
+    c->shape = (ql_shape){
+        .n_head = n_head, .n_kv_head = n_kv, .max_row = c->rows, .max_seg = n_seg, .max_ctx = (ctx + 63) / 64 * 64};
     if (op == OP_PREP) {
         c->bytes = c->rows * (4.0 * D * (3 * n_head + 2 * n_kv) + entry);
     } else {

@@ -1,0 +1,412 @@
+/* Times the kernels of a CUDA device at the shapes of the 27B model: each call in a graph of many, over more weights than
+ * the second-level cache holds, as a share of what a plain read reaches in the same run.
+ *
+ *     kbench [FILTER]...
+ */
+#include "kernels/cuda.h"
+#include "tests/gpu/stream.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { MAX_COPY = 16, MAX_ROW = 2048, PAGES = 2048 + 64 };
+
+static ql_dev dev;
+static ql_error err;
+static ql_cuda_device info;
+static double stream_rate; /* bytes a second */
+static int n_filter;
+static char **filter;
+
+static void must(ql_status status) {
+    if (status != QL_OK) {
+        fprintf(stderr, "kbench: %s\n", err.text);
+        exit(1);
+    }
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static uint64_t rng = 88172645463325252u;
+static uint64_t next(void) {
+    rng ^= rng << 13;
+    rng ^= rng >> 7;
+    return rng ^= rng << 17;
+}
+
+static void *room(size_t bytes) {
+    void *p;
+    must(dev.ops->alloc(&dev, bytes, "bench", &p));
+    return p;
+}
+
+static float *floats(int64_t n, float scale) {
+    float *host = malloc((size_t)n * 4), *p = room((size_t)n * 4);
+    for (int64_t i = 0; i < n; i++) {
+        host[i] = scale * ((float)(next() >> 40) * 0x1p-23f - 1.0f);
+    }
+    must(dev.ops->h2d(&dev, p, host, (size_t)n * 4));
+    must(dev.ops->sync(&dev));
+    free(host);
+    return p;
+}
+
+static int32_t *ints(const int32_t *v, int64_t n) {
+    int32_t *p = room((size_t)n * 4);
+    must(dev.ops->h2d(&dev, p, v, (size_t)n * 4));
+    must(dev.ops->sync(&dev));
+    return p;
+}
+
+static bool wanted(const char *name) {
+    bool hit = n_filter == 0;
+    for (int i = 0; i < n_filter; i++) {
+        hit = hit || strstr(name, filter[i]);
+    }
+    return hit;
+}
+
+/* Seconds of one call: `call` is recorded `reps` times. */
+static double time_calls(void (*call)(int i), int reps) {
+    void *graph;
+    call(0);
+    must(dev.ops->sync(&dev));
+    must(ql_cuda_capture_begin(&dev));
+    for (int i = 0; i < reps; i++) {
+        call(i);
+    }
+    must(ql_cuda_capture_end(&dev, &graph));
+    double best = 1e9;
+    for (int round = 0; round < 4; round++) {
+        must(dev.ops->sync(&dev));
+        double t = now();
+        must(ql_cuda_graph_launch(&dev, graph));
+        must(dev.ops->sync(&dev));
+        t = now() - t;
+        best = round > 0 && t < best ? t : best;
+    }
+    ql_cuda_graph_free(&dev, graph);
+    return best / reps;
+}
+
+static void report(const char *name, double s, double bytes, double flops) {
+    printf("%-52s %9.2f us", name, s * 1e6);
+    if (bytes > 0) {
+        printf("  %7.0f GB/s %5.1f%%", bytes / s * 1e-9, 100.0 * bytes / s / stream_rate);
+    }
+    if (flops > 0) {
+        printf("  %7.1f TFLOP/s", flops / s * 1e-12);
+    }
+    printf("\n");
+    fflush(stdout);
+}
+
+/* ---- stream ---- */
+
+static void *big;
+static size_t big_bytes;
+
+static void read_big(int i) {
+    (void)i;
+    gpu_read(ql_cuda_stream(&dev), info.n_sm, big, big_bytes);
+}
+
+/* ---- linear ---- */
+
+static ql_weight weight[MAX_COPY];
+static int n_copy;
+static ql_linear_args lin;
+
+static void call_linear(int i) {
+    lin.w = &weight[i % n_copy];
+    must(dev.ops->linear(&dev, &lin));
+}
+
+static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slice, const int32_t *rows, int n_rows,
+                         ql_phase phase, ql_precision precision) {
+    char name[96];
+    bool any = false;
+    for (int i = 0; i < n_rows; i++) {
+        snprintf(name, sizeof name, "linear.%s.%s.%s n%d k%d s%d t%d", ql_qformat_name(format), phase ? "gen" : "prompt",
+                 precision == QL_PREC_EXACT ? "exact" : precision == QL_PREC_BF16 ? "bf16" : "fp8", n, k, n_slice, rows[i]);
+        any = any || wanted(name);
+    }
+    if (!any) {
+        return;
+    }
+    uint64_t wb, sb;
+    dev.ops->weight_bytes(format, n, k, 0, 0, &wb, &sb);
+    size_t row = (size_t)ql_qformat_row_bytes(format, k);
+    uint8_t *data = malloc(row * (size_t)n + 8), *scale = malloc((size_t)n * (size_t)(k / 16 + 4));
+    for (size_t i = 0; i < row * (size_t)n; i += 8) {
+        uint64_t v = next();
+        if (format == QL_FORMAT_BF16) {
+            v = (v & 0x807f807f807f807fu) | 0x3c003c003c003c00u;
+        } else if (format != QL_FORMAT_NVFP4) {
+            v &= 0xf7f7f7f7f7f7f7f7u; /* no NaN */
+        }
+        memcpy(data + i, &v, 8);
+    }
+    for (int64_t i = 0; i < (int64_t)n * (k / 16 + 4); i++) {
+        scale[i] = (uint8_t)(0x28 + next() % 32);
+    }
+    float *f = (float *)(void *)scale;
+    for (int64_t i = 0; format != QL_FORMAT_NVFP4 && i < n; i++) {
+        f[i] = 0.01f;
+    }
+    ql_weight_src src = {.module = "bench", .format = format, .n = n, .k = k, .n_range = 1, .row1 = {n}, .full_n = n,
+                         .full_k = k, .data = data, .scale = scale, .factor = 0.5f,
+                         .scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : QL_DTYPE_F32};
+    n_copy = (int)(300000000 / (wb + sb)) + 1;
+    n_copy = n_copy < 2 ? 2 : n_copy > MAX_COPY ? MAX_COPY : n_copy;
+    for (int i = 0; i < n_copy; i++) {
+        must(dev.ops->weight_load(&dev, &src, &weight[i]));
+    }
+    free(data);
+    free(scale);
+    static float *x, *y;
+    if (!x) {
+        x = floats((int64_t)MAX_ROW * 17408, 1.0f);
+        y = room((size_t)MAX_ROW * 34816 * 4);
+    }
+    for (int i = 0; i < n_rows; i++) {
+        int t = rows[i];
+        float *out = (int64_t)t * n > (int64_t)MAX_ROW * 34816 ? room((size_t)t * (size_t)n * 4) : y;
+        lin = (ql_linear_args){.x = x, .y = out, .ldx = k, .ldy = n, .n_row = t, .n_slice = n_slice, .phase = phase,
+                               .precision = precision};
+        double s = time_calls(call_linear, phase == QL_PHASE_GEN ? 4 * n_copy < 32 ? 32 : 4 * n_copy : 6);
+        snprintf(name, sizeof name, "linear.%s.%s.%s n%d k%d s%d t%d", ql_qformat_name(format), phase ? "gen" : "prompt",
+                 precision == QL_PREC_EXACT ? "exact" : precision == QL_PREC_BF16 ? "bf16" : "fp8", n, k, n_slice, t);
+        report(name, s, phase == QL_PHASE_GEN ? (double)(wb + sb) + 4.0 * t * (n + k) : 0,
+               phase == QL_PHASE_GEN ? 0 : 2.0 * t * n * k);
+        if (out != y) {
+            dev.ops->free(&dev, out);
+        }
+    }
+    for (int i = 0; i < n_copy; i++) {
+        dev.ops->weight_free(&dev, &weight[i]);
+    }
+}
+
+/* ---- batches ---- */
+
+static ql_batch make_batch(ql_phase phase, int32_t n_row, int32_t pos) {
+    int32_t *v = malloc(sizeof *v * (MAX_ROW + PAGES));
+    ql_batch b = {.phase = phase, .n_row = n_row, .n_seg = 1, .max_page = PAGES};
+    int32_t seg_row[2] = {0, n_row}, zero[MAX_ROW] = {0};
+    b.row_seg = ints(zero, n_row);
+    for (int32_t i = 0; i < n_row; i++) {
+        v[i] = pos + i;
+    }
+    b.row_pos = ints(v, n_row);
+    b.seg_row = ints(seg_row, 2);
+    b.seg_pos = ints(&pos, 1);
+    b.seg_slot = ints(zero, 1);
+    for (int32_t i = 0; i < PAGES; i++) {
+        v[i] = i;
+    }
+    b.page = ints(v, PAGES);
+    free(v);
+    return b;
+}
+
+static ql_batch batch;
+static ql_gdn_args gdn;
+static ql_conv_args conv;
+static float *state;
+static int n_state;
+static int64_t state_floats;
+static ql_attn_prep_args prep;
+static ql_attention_args attn;
+static ql_kv_cache cache;
+static ql_rmsnorm_args norm;
+static ql_gated_norm_args gated;
+static ql_swiglu_args swiglu;
+static ql_topk_args topk;
+static ql_sample_args sample;
+static ql_embed_args embed;
+
+static void call_gdn(int i) {
+    gdn.state = state + (i % n_state) * state_floats;
+    must(dev.ops->gdn(&dev, &gdn));
+}
+static void call_conv(int i) { (void)i; must(dev.ops->conv(&dev, &conv)); }
+static void call_prep(int i) { (void)i; must(dev.ops->attn_prep(&dev, &prep)); }
+static void call_attn(int i) { (void)i; must(dev.ops->attention(&dev, &attn)); }
+static void call_norm(int i) { (void)i; must(dev.ops->rmsnorm(&dev, &norm)); }
+static void call_gated(int i) { (void)i; must(dev.ops->gated_norm(&dev, &gated)); }
+static void call_swiglu(int i) { (void)i; must(dev.ops->swiglu(&dev, &swiglu)); }
+static void call_topk(int i) { (void)i; must(dev.ops->topk(&dev, &topk)); }
+static void call_sample(int i) { (void)i; must(dev.ops->sample(&dev, &sample)); }
+static void call_embed(int i) { (void)i; must(dev.ops->embed(&dev, &embed)); }
+
+static void bench_mixers(void) {
+    enum { KEY = 16, VALUE = 48, CH = 10240, HEAD = 24, KV = 4 };
+    char name[96];
+    float *u = floats((int64_t)MAX_ROW * CH, 1.0f), *o = room((size_t)MAX_ROW * 6144 * 4), *m = floats((int64_t)MAX_ROW * CH, 1.0f);
+    float *ab = floats((int64_t)MAX_ROW * VALUE, 1.0f), *small = floats(65536, 0.5f), *tail = room(3 * CH * 4);
+    state_floats = (int64_t)VALUE * 128 * 128;
+    n_state = 64;
+    state = room((size_t)(n_state * state_floats) * 4);
+    static const int32_t rows[] = {1, 4, 512, 2048};
+    for (int i = 0; i < 4; i++) {
+        ql_phase phase = rows[i] < 64 ? QL_PHASE_GEN : QL_PHASE_PROMPT;
+        batch = make_batch(phase, rows[i], 64);
+        gdn = (ql_gdn_args){&batch, u, ab, ab, small, small, state, o, KEY, VALUE, 0, 0, 3};
+        conv = (ql_conv_args){&batch, m, small, tail, u, CH};
+        gated = (ql_gated_norm_args){o, m, small, u, rows[i], VALUE, 1e-6f};
+        snprintf(name, sizeof name, "gdn.%s t%d", phase ? "gen" : "prompt", rows[i]);
+        if (wanted(name)) {
+            report(name, time_calls(call_gdn, phase ? 256 : 8), phase ? 8.0 * (double)state_floats + 4.0 * rows[i] * (CH + 6144) : 0,
+                   phase ? 0 : 2.0 * rows[i] * VALUE * (3.0 * 128 * 128 + 4.0 * 32 * 128));
+        }
+        snprintf(name, sizeof name, "conv t%d", rows[i]);
+        if (wanted(name)) {
+            report(name, time_calls(call_conv, 64), 8.0 * rows[i] * CH, 0);
+        }
+        snprintf(name, sizeof name, "gated_norm t%d", rows[i]);
+        if (wanted(name)) {
+            report(name, time_calls(call_gated, 64), 12.0 * rows[i] * 6144, 0);
+        }
+        norm = (ql_rmsnorm_args){m, u, small, o, 5120, rows[i], 5120, 1e-6f};
+        snprintf(name, sizeof name, "rmsnorm+delta t%d", rows[i]);
+        if (wanted(name)) {
+            report(name, time_calls(call_norm, 64), 16.0 * rows[i] * 5120, 0);
+        }
+    }
+    static const int32_t mlp_rows[] = {1, 1024};
+    for (int i = 0; i < 2; i++) {
+        swiglu = (ql_swiglu_args){u, m, u, mlp_rows[i], 17408};
+        snprintf(name, sizeof name, "swiglu t%d", mlp_rows[i]);
+        if (wanted(name)) {
+            report(name, time_calls(call_swiglu, 64), 12.0 * mlp_rows[i] * 17408, 0);
+        }
+    }
+    float *qg = floats((int64_t)MAX_ROW * HEAD * 512, 1.0f), *q = room((size_t)MAX_ROW * HEAD * 256 * 4);
+    float *rope = floats((int64_t)PAGES * 64 * 64, 1.0f);
+    static const ql_kv_type types[] = {QL_KV_F16, QL_KV_FP8};
+    for (int ty = 0; ty < 2; ty++) {
+        uint64_t elem = types[ty] == QL_KV_FP8 ? 1 : 2, side = (uint64_t)PAGES * KV * 64 * 256 * elem;
+        cache = (ql_kv_cache){.type = types[ty], .n_page = PAGES, .n_kv_head = KV, .k = room(side), .v = room(side)};
+        if (types[ty] == QL_KV_FP8) {
+            cache.k_scale = room((size_t)PAGES * KV * 64 * 4 * 2);
+            cache.v_scale = room((size_t)PAGES * KV * 64 * 4 * 2);
+        }
+        static const int32_t ctx[] = {512, 8192, 32768, 131072};
+        for (int i = 0; i < 4; i++) {
+            batch = make_batch(QL_PHASE_GEN, 1, ctx[i] - 1);
+            attn = (ql_attention_args){&batch, q, qg, &cache, o, HEAD, 0, 0, 6};
+            prep = (ql_attn_prep_args){&batch, qg, m, u, small, small, rope, q, &cache, HEAD, 64, 1e-6f};
+            snprintf(name, sizeof name, "attention.gen.%s ctx%d", ty ? "fp8" : "f16", ctx[i]);
+            if (wanted(name)) {
+                report(name, time_calls(call_attn, 16), (double)ctx[i] * KV * 2 * (256.0 * (double)elem + (ty ? 8 : 0)), 0);
+            }
+            if (i == 0 && wanted("attn_prep t1")) {
+                report("attn_prep t1", time_calls(call_prep, 64), 0, 0);
+            }
+        }
+        static const int32_t prompt[][2] = {{512, 0}, {2048, 0}, {2048, 6144}};
+        for (int i = 0; i < 3 && ty == 0; i++) {
+            int32_t n = prompt[i][0], pos = prompt[i][1];
+            batch = make_batch(QL_PHASE_PROMPT, n, pos);
+            attn = (ql_attention_args){&batch, q, qg, &cache, o, HEAD, 0, 0, 6};
+            snprintf(name, sizeof name, "attention.prompt.f16 t%d at%d", n, pos);
+            if (wanted(name)) {
+                report(name, time_calls(call_attn, 2), 0, 4.0 * 256 * HEAD * n * (pos + 0.5 * n));
+            }
+        }
+        dev.ops->free(&dev, cache.k);
+        dev.ops->free(&dev, cache.v);
+    }
+}
+
+static void bench_sampling(void) {
+    enum { V = 248320, CAP = 64 };
+    char name[96];
+    float *logits = floats(4 * V, 10.0f);
+    ql_sample_row host[4];
+    static const int32_t k[] = {1, 20, 64};
+    for (int i = 0; i < 3; i++) {
+        for (int r = 0; r < 4; r++) {
+            host[r] = (ql_sample_row){.temperature = k[i] == 1 ? 0.0f : 0.7f, .top_p = 0.95f, .repetition = 1, .top_k = k[i],
+                                      .k = k[i], .seed = 1, .counter = 2};
+        }
+        ql_sample_row *row = room(sizeof host);
+        must(dev.ops->h2d(&dev, row, host, sizeof host));
+        topk = (ql_topk_args){.logits = logits, .ld = V, .n_row = 1, .n = V, .vocab = V, .n_valid = 248077, .row = row,
+                              .cand = room(sizeof(ql_candidate) * 4 * CAP), .stat = room(sizeof(ql_vocab_stat) * 32), .k_cap = CAP};
+        sample = (ql_sample_args){topk.cand, topk.stat, row, 1, 1, CAP, room(16), room(16)};
+        snprintf(name, sizeof name, "topk k%d", k[i]);
+        if (wanted(name)) {
+            report(name, time_calls(call_topk, 64), 4.0 * V, 0);
+        }
+        snprintf(name, sizeof name, "sample k%d", k[i]);
+        if (wanted(name)) {
+            report(name, time_calls(call_sample, 64), 0, 0);
+        }
+    }
+    int32_t id = 17;
+    embed = (ql_embed_args){ints(&id, 1), logits, QL_DTYPE_BF16, 0, 64, room(5120 * 4), 1, 5120};
+    if (wanted("embed t1")) {
+        report("embed t1", time_calls(call_embed, 64), 0, 0);
+    }
+}
+
+int main(int argc, char **argv) {
+    n_filter = argc - 1;
+    filter = argv + 1;
+    must(ql_cuda_info(0, &info, &err));
+    must(ql_cuda_dev_open(&dev, 0, NULL, NULL, &err));
+    ql_shape shape = {.hidden = 5120, .vocab = 248320, .vocab_local = 248320, .n_head = 24, .n_kv_head = 4, .n_key_head = 16,
+                      .n_value_head = 48, .mlp = 17408, .max_row = MAX_ROW, .max_seg = 8, .max_out = 8, .max_ctx = PAGES * 64};
+    dev.scratch_bytes = dev.ops->scratch_bytes(&dev, &shape);
+    dev.scratch = room(dev.scratch_bytes);
+    printf("%s, %d SMs, compute %d.%d, scratch %.1f MB\n", dev.device, info.n_sm, info.major, info.minor,
+           (double)dev.scratch_bytes * 1e-6);
+    big_bytes = (size_t)8 << 30;
+    big = room(big_bytes);
+    double s = time_calls(read_big, 2);
+    stream_rate = (double)big_bytes / s;
+    report("read 8 GiB", s, (double)big_bytes, 0);
+    big_bytes = (size_t)50 << 20;
+    report("read 50 MiB (from a graph, second-level cache)", time_calls(read_big, 64), (double)big_bytes, 0);
+    dev.ops->free(&dev, big);
+
+    static const int32_t few[] = {1, 2, 4, 8, 16}, one[] = {1}, prompt[] = {64, 512, 2048}, p512[] = {512};
+    const ql_phase gen = QL_PHASE_GEN, pr = QL_PHASE_PROMPT;
+    const ql_precision exact = QL_PREC_EXACT, bf16 = QL_PREC_BF16;
+    bench_linear(QL_FORMAT_NVFP4, 34816, 5120, 1, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_NVFP4, 17408, 5120, 1, few, 5, gen, exact);
+    bench_linear(QL_FORMAT_NVFP4, 8704, 5120, 1, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_NVFP4, 5120, 17408, 8, few, 5, gen, exact);
+    bench_linear(QL_FORMAT_NVFP4, 5120, 8704, 4, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 16384, 5120, 1, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 10240, 5120, 1, few, 5, gen, exact);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 6144, 5120, 1, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 5120, 5120, 1, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 1024, 5120, 1, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 5120, 6144, 8, few, 5, gen, exact);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 5120, 3072, 4, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 5120, 17408, 8, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 248320, 5120, 1, few, 3, gen, exact);
+    bench_linear(QL_FORMAT_FP8_BLOCK, 17408, 5120, 1, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_BF16, 48, 5120, 1, one, 1, gen, exact);
+    bench_linear(QL_FORMAT_BF16, 17408, 5120, 1, few, 3, gen, exact);
+    bench_linear(QL_FORMAT_NVFP4, 17408, 5120, 1, prompt, 3, pr, bf16);
+    bench_linear(QL_FORMAT_NVFP4, 5120, 17408, 8, prompt, 3, pr, bf16);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 10240, 5120, 1, prompt, 3, pr, bf16);
+    bench_linear(QL_FORMAT_FP8_CHANNEL, 5120, 6144, 8, prompt, 3, pr, bf16);
+    bench_linear(QL_FORMAT_FP8_BLOCK, 17408, 5120, 1, prompt, 3, pr, bf16);
+    bench_linear(QL_FORMAT_BF16, 17408, 5120, 1, p512, 1, pr, bf16);
+    bench_linear(QL_FORMAT_NVFP4, 17408, 5120, 1, p512, 1, pr, exact);
+    bench_mixers();
+    bench_sampling();
+    dev.ops->close(&dev);
+    return 0;
+}
