@@ -170,7 +170,7 @@ static void chat_turns(void **state) {
 }
 
 int main(int argc, char **argv) {
-    ql_test_begin(argc, argv, 120);
+    ql_test_begin(argc, argv, 600);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(two_hundred_tokens),
         cmocka_unit_test(recall),

@@ -6,12 +6,6 @@
 #include <signal.h>
 #include <unistd.h>
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-enum { SLOWER = 15 };
-#else
-enum { SLOWER = 1 };
-#endif
-
 const ql_test_model ql_test_models[QL_TEST_MODELS] = {
     {"tiny", "models/tiny", 4, 1344, 3, {1, 2, 4}, true, true},
     {"micro-bf16", "tests/data/micro-bf16", 4, 512, 3, {1, 2, 4}, true, false},
@@ -45,7 +39,7 @@ void ql_test_begin(int argc, char **argv, int32_t seconds) {
         cmocka_set_test_filter(argv[1]);
     }
     signal(SIGALRM, on_alarm);
-    alarm((unsigned)(seconds * SLOWER));
+    alarm((unsigned)(seconds * QL_TEST_SLOWER));
 }
 
 ql_options ql_test_options(const ql_test_model *model, int32_t lanes) {
@@ -151,7 +145,7 @@ void ql_test_assert_idle(ql_engine *engine) {
     ql_stats s = ql_test_stats(engine);
     int64_t t0 = ql_now_ns();
     while ((s.live_seqs != 0 || s.free_slots != s.max_seqs || s.free_pages != s.kv_pages) &&
-           ql_seconds_since(t0) < SLOWER) {
+           ql_seconds_since(t0) < QL_TEST_SLOWER) {
         ql_sleep_ms(1);
         s = ql_test_stats(engine);
     }

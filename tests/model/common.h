@@ -20,6 +20,13 @@
 
 #include <cmocka.h>
 
+/* How much longer things may take under this build's sanitizer. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+enum { QL_TEST_SLOWER = 15 };
+#else
+enum { QL_TEST_SLOWER = 1 };
+#endif
+
 typedef struct ql_test_model {
     const char *name, *dir;
     int32_t slices, vocab;

@@ -877,7 +877,7 @@ static void bad_options(void **state) {
 }
 
 int main(int argc, char **argv) {
-    ql_test_begin(argc, argv, 120);
+    ql_test_begin(argc, argv, 600);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(events_in_order),
         cmocka_unit_test(callbacks_may_submit),

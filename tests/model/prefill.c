@@ -92,7 +92,7 @@ static void own_ids(void **state) {
 }
 
 int main(int argc, char **argv) {
-    ql_test_begin(argc, argv, 240);
+    ql_test_begin(argc, argv, 600);
     struct CMUnitTest tests[2 * QL_TEST_MODELS];
     static char names[2 * QL_TEST_MODELS][64];
     for (int32_t i = 0; i < QL_TEST_MODELS; i++) {

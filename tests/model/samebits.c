@@ -260,7 +260,7 @@ static int named(void **state) {
 }
 
 int main(int argc, char **argv) {
-    ql_test_begin(argc, argv, 240);
+    ql_test_begin(argc, argv, 600);
     struct CMUnitTest tests[] = {
         FOR(lanes_and_chunks, "tiny"),
         FOR(lanes_and_chunks, "micro-bf16"),

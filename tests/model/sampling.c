@@ -366,7 +366,7 @@ static void settings_of_the_model(void **state) {
 }
 
 int main(int argc, char **argv) {
-    ql_test_begin(argc, argv, 120);
+    ql_test_begin(argc, argv, 600);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(narrowest_settings_are_greedy), cmocka_unit_test(seeds),
         cmocka_unit_test(penalties_step_by_step),        cmocka_unit_test(first_ids_follow_the_distribution),
