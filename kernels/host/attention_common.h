@@ -1,5 +1,5 @@
-/* What the twin and the variants of attention share: the walk over segments, heads, tiles and pages. A variant brings its
- * own decoding of cache rows and its own block.
+/* What the twin and the variants of attention share: the walk over segments, heads, tiles and pages. A variant brings
+ * its own decoding of cache rows and its own block.
  */
 #ifndef QL_KERNELS_HOST_ATTENTION_COMMON_H
 #define QL_KERNELS_HOST_ATTENTION_COMMON_H

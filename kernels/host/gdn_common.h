@@ -1,5 +1,5 @@
-/* What the twin and the variants of gdn share: where a head's rows lie, its gates, and the walk over segments, chunks and
- * heads. A variant brings its own arithmetic on the state.
+/* What the twin and the variants of gdn share: where a head's rows lie, its gates, and the walk over segments, chunks
+ * and heads. A variant brings its own arithmetic on the state.
  */
 #ifndef QL_KERNELS_HOST_GDN_COMMON_H
 #define QL_KERNELS_HOST_GDN_COMMON_H
@@ -15,15 +15,15 @@ enum { QL_GDN_D = 128 };
 /* One value head of one segment. */
 typedef struct ql_gdn_head {
     const ql_gdn_args *a;
-    int32_t j, key;  /* local value and key head */
-    float rate;      /* -exp(a_log) */
+    int32_t j, key; /* local value and key head */
+    float rate;     /* -exp(a_log) */
     float *state;
 } ql_gdn_head;
 
 /* What the value heads of one key head share in a chunk. Rows past the chunk's end are zeros in q, k and kt. */
 typedef struct ql_gdn_chunk_key {
-    float q[QL_GDN_CHUNK][QL_GDN_D], k[QL_GDN_CHUNK][QL_GDN_D];  /* normed, q scaled */
-    float kt[QL_GDN_D][QL_GDN_CHUNK];                            /* k transposed */
+    float q[QL_GDN_CHUNK][QL_GDN_D], k[QL_GDN_CHUNK][QL_GDN_D];           /* normed, q scaled */
+    float kt[QL_GDN_D][QL_GDN_CHUNK];                                     /* k transposed */
     float kk[QL_GDN_CHUNK][QL_GDN_CHUNK], qk[QL_GDN_CHUNK][QL_GDN_CHUNK]; /* k_i . k_j and q_i . k_j; good for j <= i */
 } ql_gdn_chunk_key;
 
@@ -38,8 +38,8 @@ typedef struct ql_gdn_scratch {
     ql_gdn_chunk_key key;
     ql_gdn_chunk_gate gate;
     float vn[QL_GDN_CHUNK][QL_GDN_D];
-    float read_k[QL_GDN_CHUNK][QL_GDN_D], read_q[QL_GDN_CHUNK][QL_GDN_D]; /* S^T k and S^T q of the rows, for variants */
-    float write[QL_GDN_D][QL_GDN_CHUNK];                                  /* kt with decay, for variants */
+    /* for variants: S^T k and S^T q of the rows, and kt with decay */
+    float read_k[QL_GDN_CHUNK][QL_GDN_D], read_q[QL_GDN_CHUNK][QL_GDN_D], write[QL_GDN_D][QL_GDN_CHUNK];
 } ql_gdn_scratch;
 
 typedef struct ql_gdn_variant {

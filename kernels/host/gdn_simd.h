@@ -4,8 +4,8 @@
  *   STEP_COLS    vectors of value channels that a step keeps in registers
  *   GDN          the variant's name
  *
- * Almost all of a chunk is products of matrices of 64 or 128 rows and columns, tiled so that an element of the right one
- * is used ROWS times from a register. Each sum is still one accumulator in rising order.
+ * Almost all of a chunk is products of matrices of 64 or 128 rows and columns, tiled so that an element of the right
+ * one is used ROWS times from a register. Each sum is still one accumulator in rising order.
  */
 #include "kernels/host/gdn_common.h"
 
@@ -14,8 +14,8 @@
 enum { D = QL_GDN_D, CHUNK = QL_GDN_CHUNK };
 
 /* One tile of c = keep * c + a b, or of a b where keep is NULL. */
-static inline __attribute__((always_inline)) void tile(int32_t n, const float *a, int32_t lda, const float *b, int32_t ldb,
-                                                       float *c, int32_t ldc, const float *keep) {
+static inline __attribute__((always_inline)) void tile(int32_t n, const float *a, int32_t lda, const float *b,
+                                                       int32_t ldb, float *c, int32_t ldc, const float *keep) {
     V16 acc[ROWS][COLS];
     UNROLL
     for (int32_t i = 0; i < ROWS; i++) {

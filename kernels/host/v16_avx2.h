@@ -1,5 +1,5 @@
-/* Sixteen f32 lanes with AVX2 and F16C, two registers; v16_avx512.h has the same names. Lane i of a sum is accumulator i
- * of acc16.h, so that vector code keeps the twin's order.
+/* Sixteen f32 lanes with AVX2 and F16C, two registers; v16_avx512.h has the same names. Lane i of a sum is accumulator
+ * i of acc16.h, so that vector code keeps the twin's order.
  */
 #ifndef QL_KERNELS_HOST_V16_AVX2_H
 #define QL_KERNELS_HOST_V16_AVX2_H

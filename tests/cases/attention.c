@@ -53,37 +53,36 @@ static kc_case *add(kc_list *l, int32_t op, int32_t type, int32_t regime, int32_
     return c;
 }
 
-#define SEGS(...) (int32_t)(sizeof((const int32_t[][2]){__VA_ARGS__}) / 8), (const int32_t[][2]){__VA_ARGS__}
-
 static void list(kc_list *l) {
     for (int32_t type = QL_KV_F16; type <= QL_KV_FP8; type++) {
-        add(l, OP_PREP, type, 0, 1, 0, 1, 64, SEGS({1, 0}));
-        add(l, OP_PREP, type, 0, 4, 0, 2, 64, SEGS({1, 64}, {1, 63}, {1, 1000}));
-        add(l, OP_PREP, type, 0, 3, 9, 6, 64, SEGS({70, 64}, {3, 0}));
-        add(l, OP_ATTENTION, type, NORMAL, 1, 0, 1, 0, SEGS({1, 0}));
-        add(l, OP_ATTENTION, type, NORMAL, 4, 0, 2, 0, SEGS({1, 62}, {1, 63}, {1, 64}, {1, 127}, {1, 128}, {1, 129}));
-        add(l, OP_ATTENTION, type, NORMAL, 2, 0, 2, 1, SEGS({130, 0}));
-        add(l, OP_ATTENTION, type, NORMAL, 1, 0, 1, 0, SEGS({1, 999}));
+        add(l, OP_PREP, type, 0, 1, 0, 1, 64, KB_SEGS({1, 0}));
+        add(l, OP_PREP, type, 0, 4, 0, 2, 64, KB_SEGS({1, 64}, {1, 63}, {1, 1000}));
+        add(l, OP_PREP, type, 0, 3, 9, 6, 64, KB_SEGS({70, 64}, {3, 0}));
+        add(l, OP_ATTENTION, type, NORMAL, 1, 0, 1, 0, KB_SEGS({1, 0}));
+        add(l, OP_ATTENTION, type, NORMAL, 4, 0, 2, 0,
+            KB_SEGS({1, 62}, {1, 63}, {1, 64}, {1, 127}, {1, 128}, {1, 129}));
+        add(l, OP_ATTENTION, type, NORMAL, 2, 0, 2, 1, KB_SEGS({130, 0}));
+        add(l, OP_ATTENTION, type, NORMAL, 1, 0, 1, 0, KB_SEGS({1, 999}));
     }
-    add(l, OP_PREP, QL_KV_F32, 0, 2, 0, 2, 256, SEGS({2, 100}));
-    add(l, OP_PREP, QL_KV_F32, 0, 2, 0, 2, 2, SEGS({2, 100}));
-    add(l, OP_PREP, QL_KV_F32, 0, 1, 0, 1, 64, SEGS({1, 100000}));
+    add(l, OP_PREP, QL_KV_F32, 0, 2, 0, 2, 256, KB_SEGS({2, 100}));
+    add(l, OP_PREP, QL_KV_F32, 0, 2, 0, 2, 2, KB_SEGS({2, 100}));
+    add(l, OP_PREP, QL_KV_F32, 0, 1, 0, 1, 64, KB_SEGS({1, 100000}));
     for (int32_t r = 0; r < N_REGIME; r++) {
-        add(l, OP_ATTENTION, QL_KV_F32, r, 2, 0, 2, 0, SEGS({1, 200}, {65, 128}));
-        add(l, OP_ATTENTION, QL_KV_F16, r, 2, 0, 1, 0, SEGS({3, 61}, {64, 0}));
+        add(l, OP_ATTENTION, QL_KV_F32, r, 2, 0, 2, 0, KB_SEGS({1, 200}, {65, 128}));
+        add(l, OP_ATTENTION, QL_KV_F16, r, 2, 0, 1, 0, KB_SEGS({3, 61}, {64, 0}));
     }
     /* groups of 1, 3, 6, lanes that begin or end inside a group, more pairs than a tile holds */
-    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 3, 2, 1, 0, SEGS({5, 100}));
-    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 6, 3, 3, 0, SEGS({66, 0}, {1, 5}));
-    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 12, 12, 6, 0, SEGS({20, 0}));
-    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 3, 21, 6, 0, SEGS({64, 64}));
-    add(l, OP_ATTENTION, QL_KV_FP8, NORMAL, 5, 4, 3, 1, SEGS({2, 70}, {4, 129}));
-    add(l, OP_ATTENTION, QL_KV_BF16, NORMAL, 70, 0, 70, 0, SEGS({2, 65}));
+    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 3, 2, 1, 0, KB_SEGS({5, 100}));
+    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 6, 3, 3, 0, KB_SEGS({66, 0}, {1, 5}));
+    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 12, 12, 6, 0, KB_SEGS({20, 0}));
+    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 3, 21, 6, 0, KB_SEGS({64, 64}));
+    add(l, OP_ATTENTION, QL_KV_FP8, NORMAL, 5, 4, 3, 1, KB_SEGS({2, 70}, {4, 129}));
+    add(l, OP_ATTENTION, QL_KV_BF16, NORMAL, 70, 0, 70, 0, KB_SEGS({2, 65}));
     /* one lane of the bundled model and of the 27B */
-    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 4, 0, 2, 0, SEGS({1, 500}));
-    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 24, 0, 6, 0, SEGS({1, 4000}))->is_long = true;
-    add(l, OP_ATTENTION, QL_KV_FP8, NORMAL, 24, 0, 6, 0, SEGS({1, 4000}))->is_long = true;
-    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 24, 0, 6, 0, SEGS({128, 512}))->is_long = true;
+    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 4, 0, 2, 0, KB_SEGS({1, 500}));
+    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 24, 0, 6, 0, KB_SEGS({1, 4000}))->is_long = true;
+    add(l, OP_ATTENTION, QL_KV_FP8, NORMAL, 24, 0, 6, 0, KB_SEGS({1, 4000}))->is_long = true;
+    add(l, OP_ATTENTION, QL_KV_F16, NORMAL, 24, 0, 6, 0, KB_SEGS({128, 512}))->is_long = true;
 }
 
 /* ---- number formats, from their definition ---- */

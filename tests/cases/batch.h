@@ -10,6 +10,10 @@
 
 enum { KB_MAX_SEG = 8 };
 
+/* Segments of a case as two arguments, count and {rows, first position} pairs. */
+#define KB_SEGS(...)                                                                                                   \
+    (int32_t)(sizeof((const int32_t[][2]){__VA_ARGS__}) / 8), (const int32_t[][2]) { __VA_ARGS__ }
+
 typedef struct kb_batch {
     int32_t n_seg, n_row, max_page;
     int32_t row[KB_MAX_SEG + 1], pos[KB_MAX_SEG], len[KB_MAX_SEG], slot[KB_MAX_SEG];
@@ -67,16 +71,36 @@ static inline int32_t *kb_page(const kb_batch *b, int32_t s, int32_t i) {
 
 static inline ql_batch kb_whole(const kb_batch *b, ql_phase phase) {
     const int32_t *v = b->buf->dev;
-    return (ql_batch){phase,          b->n_row,       b->n_seg,       b->max_page,     v + b->row_seg, v + b->row_pos,
-                      v + b->seg_row, v + b->seg_pos, v + b->seg_slot, v + b->page};
+    return (ql_batch){
+        .phase = phase,
+        .n_row = b->n_row,
+        .n_seg = b->n_seg,
+        .max_page = b->max_page,
+        .row_seg = v + b->row_seg,
+        .row_pos = v + b->row_pos,
+        .seg_row = v + b->seg_row,
+        .seg_pos = v + b->seg_pos,
+        .seg_slot = v + b->seg_slot,
+        .page = v + b->page,
+    };
 }
 
 /* Rows [off, off + n) of segment s as a batch of their own: row 0 of it is row b->row[s] + off of the whole. */
 static inline ql_batch kb_piece(const kb_batch *b, ql_phase phase, int32_t s, int32_t off, int32_t n) {
     const int32_t *v = b->buf->dev;
     const int32_t *pos = v + b->row_pos + b->row[s] + off;
-    return (ql_batch){phase, n, 1, b->max_page, v + b->zero, pos, v + b->pair + 2 * n, pos, v + b->seg_slot + s,
-                      v + b->page + s * b->max_page};
+    return (ql_batch){
+        .phase = phase,
+        .n_row = n,
+        .n_seg = 1,
+        .max_page = b->max_page,
+        .row_seg = v + b->zero,
+        .row_pos = pos,
+        .seg_row = v + b->pair + 2 * n,
+        .seg_pos = pos,
+        .seg_slot = v + b->seg_slot + s,
+        .page = v + b->page + s * b->max_page,
+    };
 }
 
 /* The bytes of got, for comparing with a later run. NULL only when memory ends. */
