@@ -228,19 +228,19 @@ SAN_TESTS = $(MODEL) $(UNIT) $(KCHECK) $(EXAMPLES)
 san-run: $(SAN_TESTS) $(REPLAY)
 	@TIMEOUT=3600 tools/runtests.sh -j $(JOBS) -d $(B)/test-logs $(SAN_TESTS) $(REPLAYS)
 asan: ## test programs under AddressSanitizer and LeakSanitizer
-	@$(MAKE) san-run B=build-asan SAN=address
+	@$(MAKE) san-run B=build-asan SAN=address CUDA=no
 ubsan: ## test programs under UndefinedBehaviorSanitizer
-	@$(MAKE) san-run B=build-ubsan SAN=undefined
+	@$(MAKE) san-run B=build-ubsan SAN=undefined CUDA=no
 tsan: ## test programs under ThreadSanitizer
-	@$(MAKE) san-run B=build-tsan SAN=thread
+	@$(MAKE) san-run B=build-tsan SAN=thread CUDA=no
 msan: ## kernel cases under MemorySanitizer: they link no library that is not instrumented
-	@$(MAKE) msan-run B=build-msan SAN=memory CC=clang
+	@$(MAKE) msan-run B=build-msan SAN=memory CUDA=no CC=clang
 msan-run: $(KCHECK)
 	@TIMEOUT=3600 tools/runtests.sh -d $(B)/test-logs $(KCHECK)
 
 .PHONY: fuzz fuzz-run
 fuzz: ## every fuzz target for FUZZ_S seconds, with clang
-	@$(MAKE) fuzz-run B=build-fuzz SAN=fuzz CC=clang
+	@$(MAKE) fuzz-run B=build-fuzz SAN=fuzz CUDA=no CC=clang
 fuzz-run: $(FUZZ)
 	@tools/fuzz.sh $(FUZZ_S) $(JOBS) $(B) $(FUZZ)
 

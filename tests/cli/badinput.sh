@@ -65,12 +65,15 @@ refuses "tokenizer.json without a model" 3 "*tokenizer.json*" run -m "$m" -p x
 refuses "lanes that do not divide" 2 "3 lanes do not divide this model's 4 slices *; it can run on 1, 2 or 4" \
     run --lanes 3 -p x
 refuses "more lanes than slices" 2 "*1, 2 or 4*" run --lanes 8 -p x
-if [[ $("$qlane" --version) == *"host only"* ]]; then
+if [[ $no_gpu == "this build has no CUDA" ]]; then
     refuses "CUDA lanes in a host-only build" 4 "this build has no CUDA lanes; accepted is the host device" \
         run --device cuda -p x
     refuses "GPUs in a host-only build" 4 "this build has no CUDA lanes; accepted is the host device" run --devices 0,1 -p x
+elif ! nvidia-smi -L >/dev/null 2>&1; then
+    refuses "CUDA lanes without a GPU" 4 "no usable GPU*" run --device cuda -p x
+    refuses "GPUs that are not there" 4 "no usable GPU*" run --devices 0,1 -p x
 fi
-refuses "too little memory" 5 "a lane needs * and may use *; the largest context that fits is *" run --mem 1M -p x
+refuses "too little memory" 5 "a lane needs * and may use *; the largest context that fits is *" run --device host --mem 1M -p x
 refuses "context above the model's" 2 "*5000*4096*" run --ctx 5000 -p x
 refuses "prompt longer than the context" 2 "the prompt has 100 tokens and the context 64: *" \
     run --device host --ctx 64 --ids "$(seq -s, 1 100)"

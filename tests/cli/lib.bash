@@ -4,6 +4,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 n_test=0 n_bad=0
+case $("$qlane" --version) in
+*"host only"*) no_gpu="this build has no CUDA" ;;
+*) no_gpu="no usable GPU" ;;
+esac
 
 report() { # report 0|1 NAME [DETAIL]
     n_test=$((n_test + 1))

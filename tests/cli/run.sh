@@ -3,9 +3,12 @@
 . "$(dirname "$0")/lib.bash"
 
 france="The capital of France is"
+if nvidia-smi -L >/dev/null 2>&1; then
+    no_gpu="usable GPUs were found"
+fi
 prints "text of two lanes" " Paris.
 The capital of Germany is Berlin." run --lanes 2 --temp 0 -n 9 -p "$france"
-has "says which lanes and why" err "qlane: 2 host lanes (this build has no CUDA)"
+has "says which lanes and why" err " lanes ($no_gpu)"
 has "says which context and why" err "qlane: context 4096 tokens (the model's limit)"
 q run --device host --ctx 128 --temp 0 -n 2 -p "$france"
 is "nothing on stderr where all was said" "$(<"$tmp/err")" ""
@@ -25,7 +28,7 @@ The capital of Germany is" run --temp 0 -n 20 --stop " Berlin" -p "$france"
 prints "a stop string longer than the output" " Paris" run --temp 0 -n 1 --stop " Paris and much more" -p "$france"
 
 # JSON: one object, every field, the same text.
-q run --lanes 2 --temp 0 -n 9 -p "$france" --json --crc --seed 7
+q run --device host --lanes 2 --temp 0 -n 9 -p "$france" --json --crc --seed 7
 is "--json: exit code" $rc 0
 is "--json: one line" "$(wc -l <"$tmp/out")" 1
 for part in '"prompt_ids": [261, 269, 267, 589, 260]' '"ids": [794, 259, 261, 269, 267, 595, 260, 806, 259]' \
@@ -41,10 +44,10 @@ crc=$(grep -oE '"logits_crc32": "[0-9a-f]{8}"' "$tmp/out" | grep -oE '[0-9a-f]{8
 q run -m tests/data/micro-bf16 --ids 1,2 --temp 0 -n 2 --json
 has "--json: text is null without a tokenizer" out '"text": null'
 for lanes in 1 4; do
-    q run --lanes $lanes --temp 0 -n 9 -p "$france" --crc
+    q run --device host --lanes $lanes --temp 0 -n 9 -p "$france" --crc
     has "--crc is the same with $lanes lanes" err "qlane: logits_crc32 $crc"
 done
-q run --temp 0 -n 9 -p "$france" --crc --chunk 64 --stats
+q run --device host --temp 0 -n 9 -p "$france" --crc --chunk 64 --stats
 has "--stats has speeds" err "tok/s after the first"
 has "--stats has lanes" err "lane 0     host: weights "
 has "--stats has paths" err "path       linear.nvfp4.gen/"
@@ -63,7 +66,7 @@ What is the capital of Italy?<|im_end|>
 has "end of sequence: its id is in ids, not in text" out '"text": "The capital of Italy is Rome."'
 has "end of sequence: finish" out '"finish": "eos"'
 prints "--verify" " Paris" run --verify --temp 0 -n 1 -p "$france"
-prints "a forced kernel" " Paris" run --kernel linear=twin --temp 0 -n 1 -p "$france"
+prints "a forced kernel" " Paris" run --device host --kernel linear=twin --temp 0 -n 1 -p "$france"
 
 # Sampling: the same seed gives the same text, the model's settings fill what is left open.
 q run -n 30 --seed 5 -p "$france" --temp 1.5 --top-k 0 --top-p 1
