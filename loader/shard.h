@@ -44,11 +44,5 @@ void ql_linear_stored_bytes(const ql_linear *linear, const ql_cut *cut, uint64_t
 /* Bytes of a plain tensor's slice at the width of the file. */
 uint64_t ql_tensor_stored_bytes(const ql_tensor *tensor, const ql_cut *cut);
 
-/* Read a slice and refuse what no arithmetic can use, by tensor, place and value: NaN codes and values that are not finite
- * in weights, scales that are negative or not finite, a zero scale over codes that are not zero (a group scale may be 0),
- * a single factor that is not positive. They read every byte of the slice, about as fast as memory gives it: call them
- * where the slice is read anyway. */
-ql_status ql_linear_check(const ql_linear *linear, const ql_cut *cut, ql_error *err);
-ql_status ql_tensor_check(const ql_tensor *tensor, const ql_cut *cut, ql_error *err);
 
 #endif

@@ -9,6 +9,7 @@
 #include "runtime/model/model_impl.h"
 
 #include <stdio.h>
+#include <string.h>
 
 /* The error of an op gets the lane and the op in front. */
 static ql_status failed(const ql_model *m, const char *op) {
