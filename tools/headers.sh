@@ -1,6 +1,7 @@
 #!/bin/bash
-# Each header compiles alone: as C17; as C++17 where CUDA code includes it (nvcc compiles as C++); and those as CUDA where
-# nvcc is installed. kernels/host/*_simd.h are no headers but bodies that are compiled once for each instruction set.
+# Each header compiles alone: as C17; as C++17 too where CUDA code includes it; the CUDA code's own, the op table and the
+# public one as CUDA where nvcc is installed. kernels/host/*_simd.h are no headers but bodies that are compiled once for
+# each instruction set.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 cc=${CC:-gcc} cxx=${CXX:-g++}
@@ -36,12 +37,17 @@ while read -r h; do
         try "$h as C++17" "$cxx" -std=c++17 $flags "$tmp/one.cc"
         ;;
     esac
-done < <(find runtime loader kernels -name '*.h' ! -path 'kernels/host/*_simd.h' | sort)
+done < <(find runtime loader kernels -name '*.h' ! -path 'kernels/host/*_simd.h' ! -path 'kernels/cuda/*' \
+    ! -path runtime/lane/nccl_api.h | sort)
 
-if [[ -n $nvcc ]]; then
-    find runtime/qlane.h kernels -maxdepth 1 -name '*.h' | sort | sed 's/.*/#include "&"/' >"$tmp/all.cu"
-    try "public and kernel headers as CUDA" "$nvcc" -std=c++17 -I. --cuda "$tmp/all.cu" -arch=sm_90 -o "$tmp/all.ii"
+nccl=$(ls /usr/include/nccl.h /usr/local/include/nccl.h "${nvcc%/bin/nvcc}"/include/nccl.h 2>/dev/null | head -n 1)
+if [[ -n $nvcc && -n $nccl ]]; then
+    while read -r h; do
+        echo "#include \"$h\"" >"$tmp/one.cu"
+        try "$h as CUDA" "$nvcc" -std=c++17 -I. -I"${nccl%/nccl.h}" --cuda -arch=sm_90 "$tmp/one.cu" -o "$tmp/one.ii"
+    done < <({ find kernels/cuda -name '*.h'; ls runtime/lane/nccl_api.h kernels/kernels.h runtime/qlane.h; } 2>/dev/null | sort)
 else
+    echo "no nvcc or no nccl.h: headers of CUDA code are not checked"
     skip=1
 fi
 echo "$pass passed, $fail failed, $skip skipped"
