@@ -3,7 +3,8 @@
 # edges can be listed; one that points up or sideways is a failure.
 #
 #     runtime/base                      nothing of ours but qlane.h
-#     kernels, loader, runtime/text     runtime/base          (never each other)
+#     kernels, loader                   runtime/base          (never each other)
+#     runtime/text                      base, loader          (it finds its files in model directories)
 #     runtime/lane                      base, kernels
 #     runtime/model                     base, kernels, loader, lane
 #     runtime/engine                    everything below
@@ -26,7 +27,7 @@ find runtime loader kernels \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
         may["base"] = " api base "
         may["kernels"] = " api base kernels "
         may["loader"] = " api base loader "
-        may["text"] = " api base text "
+        may["text"] = " api base loader text "
         may["lane"] = " api base kernels lane "
         may["model"] = " api base kernels loader lane model "
         may["engine"] = " api base kernels loader text lane model engine "

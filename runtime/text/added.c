@@ -40,8 +40,8 @@ ql_status ql_added_sort(ql_added *added, const ql_bpe *bpe, ql_error *err) {
     }
     for (size_t i = 1; i < added->n; i++) {
         if (by_text(&added->token[i - 1], &added->token[i]) == 0) {
-            return ql_fail(err, QL_ERR_MODEL, "added tokens %d and %d are the same text",
-                           (int)added->token[i - 1].id, (int)added->token[i].id);
+            return ql_fail(err, QL_ERR_MODEL, "added tokens %d and %d are the same text", (int)added->token[i - 1].id,
+                           (int)added->token[i].id);
         }
     }
     return QL_OK;

@@ -11,6 +11,9 @@
 /* Pieces up to this many bytes are merged by scanning a small array, longer ones by heap. */
 enum { SHORT_PIECE = 48 };
 
+/* Bits of the filter per slot of the table of pairs. */
+enum { PAIR_BITS = 4 };
+
 struct ql_bpe_symbol {
     uint32_t id;
     int32_t prev, next; /* indices, -1 at the ends; prev is -2 once merged into the left neighbour */
@@ -20,6 +23,7 @@ void ql_bpe_free(ql_bpe *bpe) {
     free(bpe->bytes);
     free(bpe->token);
     free(bpe->pair);
+    free(bpe->pair_bit);
     free(bpe->piece);
     memset(bpe, 0, sizeof *bpe);
 }
@@ -130,9 +134,8 @@ static ql_bpe_piece *piece_slot(const ql_bpe *bpe, const char *p, size_t n) {
     size_t i = hash_piece(head, p, n) & bpe->piece_mask;
     for (;; i = (i + 1) & bpe->piece_mask) {
         ql_bpe_piece *piece = &bpe->piece[i];
-        if (piece->len == 0 ||
-            (piece->head == head && piece->len == n &&
-             (n <= 8 || memcmp(bpe->bytes + bpe->token[piece->id].offset + 8, p + 8, n - 8) == 0))) {
+        if (piece->len == 0 || (piece->head == head && piece->len == n &&
+                                (n <= 8 || memcmp(bpe->bytes + bpe->token[piece->id].offset + 8, p + 8, n - 8) == 0))) {
             return piece;
         }
     }
@@ -175,14 +178,16 @@ ql_status ql_bpe_index(ql_bpe *bpe, size_t n_merge, ql_error *err) {
     QL_TRY(ql_alloc(NULL, slots, sizeof *bpe->pair, "the merges", &block, err));
     bpe->pair = block;
     bpe->pair_mask = slots - 1;
+    QL_TRY(ql_alloc(NULL, slots * PAIR_BITS / 64 + 1, sizeof *bpe->pair_bit, "the merges", &block, err));
+    bpe->pair_bit = block;
     for (size_t i = 0; i < slots; i++) {
         bpe->pair[i].left = QL_BPE_FREE;
     }
     return QL_OK;
 }
 
-static ql_bpe_pair *pair_slot(const ql_bpe *bpe, uint32_t left, uint32_t right) {
-    size_t i = hash_pair(left, right) & bpe->pair_mask;
+static ql_bpe_pair *pair_slot(const ql_bpe *bpe, size_t hash, uint32_t left, uint32_t right) {
+    size_t i = hash / PAIR_BITS;
     for (;; i = (i + 1) & bpe->pair_mask) {
         ql_bpe_pair *pair = &bpe->pair[i];
         if ((pair->left == left && pair->right == right) || pair->left == QL_BPE_FREE) {
@@ -191,9 +196,25 @@ static ql_bpe_pair *pair_slot(const ql_bpe *bpe, uint32_t left, uint32_t right) 
     }
 }
 
+static size_t hash_pair_in(const ql_bpe *bpe, uint32_t left, uint32_t right) {
+    return hash_pair(left, right) & (bpe->pair_mask * PAIR_BITS + PAIR_BITS - 1);
+}
+
 void ql_bpe_merge(ql_bpe *bpe, int32_t left, int32_t right, uint32_t rank, int32_t merged) {
-    *pair_slot(bpe, (uint32_t)left, (uint32_t)right) =
+    size_t hash = hash_pair_in(bpe, (uint32_t)left, (uint32_t)right);
+    bpe->pair_bit[hash / 64] |= (uint64_t)1 << hash % 64;
+    *pair_slot(bpe, hash, (uint32_t)left, (uint32_t)right) =
         (ql_bpe_pair){(uint32_t)left, (uint32_t)right, rank, (uint32_t)merged};
+}
+
+/* The pair, or NULL when it does not merge. */
+static const ql_bpe_pair *find_pair(const ql_bpe *bpe, uint32_t left, uint32_t right) {
+    size_t hash = hash_pair_in(bpe, left, right);
+    if (!(bpe->pair_bit[hash / 64] >> hash % 64 & 1)) {
+        return NULL;
+    }
+    const ql_bpe_pair *pair = pair_slot(bpe, hash, left, right);
+    return pair->left == QL_BPE_FREE ? NULL : pair;
 }
 
 /* ---- merging ----------------------------------------------------------------------------------------------------- */
@@ -204,9 +225,9 @@ struct open_symbol {
 };
 
 static void look_right(const ql_bpe *bpe, struct open_symbol *symbol) {
-    const ql_bpe_pair *pair = pair_slot(bpe, symbol[0].id, symbol[1].id);
-    symbol->rank = pair->left == QL_BPE_FREE ? NO_RANK : pair->rank;
-    symbol->merged = pair->merged;
+    const ql_bpe_pair *pair = find_pair(bpe, symbol[0].id, symbol[1].id);
+    symbol->rank = pair ? pair->rank : NO_RANK;
+    symbol->merged = pair ? pair->merged : 0;
 }
 
 static size_t merge_short(const ql_bpe *bpe, const char *piece, size_t n, int32_t *out) {
@@ -274,8 +295,8 @@ static uint64_t heap_pop(uint64_t *heap, size_t *n) {
 static void queue_pair(const ql_bpe *bpe, ql_bpe_work *work, size_t *n_heap, int32_t i) {
     int32_t next = i < 0 ? -1 : work->symbol[i].next;
     if (next >= 0) {
-        const ql_bpe_pair *pair = pair_slot(bpe, work->symbol[i].id, work->symbol[next].id);
-        if (pair->left != QL_BPE_FREE) {
+        const ql_bpe_pair *pair = find_pair(bpe, work->symbol[i].id, work->symbol[next].id);
+        if (pair) {
             heap_push(work->heap, n_heap, (uint64_t)pair->rank << 32 | (uint32_t)i);
         }
     }
@@ -316,8 +337,8 @@ static ql_status merge_long(const ql_bpe *bpe, ql_bpe_work *work, const char *pi
         if (symbol[i].prev == -2 || next < 0) {
             continue;
         }
-        const ql_bpe_pair *pair = pair_slot(bpe, symbol[i].id, symbol[next].id);
-        if (pair->left == QL_BPE_FREE || pair->rank != key >> 32) {
+        const ql_bpe_pair *pair = find_pair(bpe, symbol[i].id, symbol[next].id);
+        if (!pair || pair->rank != key >> 32) {
             continue;
         }
         symbol[i].id = pair->merged;

@@ -29,10 +29,11 @@ typedef struct ql_bpe {
     char *bytes;
     size_t n_bytes, cap_bytes;
     ql_bpe_token *token;
-    int32_t n_token, cap_token;  /* highest id + 1 */
+    int32_t n_token, cap_token; /* highest id + 1 */
     uint32_t byte_id[256];
     ql_bpe_pair *pair;
     size_t pair_mask;
+    uint64_t *pair_bit; /* by hash: clear where no pair has that hash */
     ql_bpe_piece *piece;
     size_t piece_mask;
 } ql_bpe;

@@ -185,7 +185,7 @@ ql_status ql_pattern_compile(ql_pattern *pattern, const char *regex, ql_error *e
     }
     /* Fails where PCRE2 has no compiler for the processor or memory may not be made executable; matching then
      * interprets, about four times slower. */
-    (void)pcre2_jit_compile(compiled, PCRE2_JIT_COMPLETE);
+    pattern->jit = pcre2_jit_compile(compiled, PCRE2_JIT_COMPLETE) == 0;
     pattern->code = compiled;
     return QL_OK;
 }
@@ -256,10 +256,13 @@ ql_status ql_split_next(ql_split *split, size_t *start, size_t *len, ql_error *e
     }
     const pcre2_code *code = split->pattern->code;
     PCRE2_SPTR subject = (PCRE2_SPTR)split->subject;
-    int rc = pcre2_match(code, subject, split->n, split->at, PCRE2_NO_UTF_CHECK, split->match, split->limits);
-    if (rc == PCRE2_ERROR_JIT_STACKLIMIT) {
-        uint32_t interpret = PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT;
-        rc = pcre2_match(code, subject, split->n, split->at, interpret, split->match, split->limits);
+    int rc = PCRE2_ERROR_JIT_STACKLIMIT;
+    if (split->pattern->jit) {
+        rc = pcre2_jit_match(code, subject, split->n, split->at, PCRE2_NO_UTF_CHECK, split->match, split->limits);
+    }
+    if (rc == PCRE2_ERROR_JIT_STACKLIMIT) { /* the interpreter keeps its state on the heap */
+        uint32_t options = PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT;
+        rc = pcre2_match(code, subject, split->n, split->at, options, split->match, split->limits);
     }
     if (rc == PCRE2_ERROR_NOMATCH) {
         split->at = split->n;

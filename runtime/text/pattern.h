@@ -11,6 +11,7 @@ struct pcre2_real_match_context_8;
 /* Immutable once compiled; may be shared by threads. */
 typedef struct ql_pattern {
     struct pcre2_real_code_8 *code;
+    bool jit; /* compiled to machine code; else interpreted */
 } ql_pattern;
 
 /* One walk over a text. Zeroed at first, then reused by one thread for walks with one pattern. */
@@ -18,10 +19,10 @@ typedef struct ql_split {
     const ql_pattern *pattern;
     struct pcre2_real_match_data_8 *match;
     struct pcre2_real_match_context_8 *limits;
-    ql_buf view;                /* copy of the text with stand-ins, where it needs any */
-    const char *subject;        /* what the pattern is matched on, of the text's length */
-    size_t n, at;               /* its length, and the end of the last piece */
-    size_t match_end;           /* the match after a gap that was handed out; 0 for none */
+    ql_buf view;         /* copy of the text with stand-ins, where it needs any */
+    const char *subject; /* what the pattern is matched on, of the text's length */
+    size_t n, at;        /* its length, and the end of the last piece */
+    size_t match_end;    /* the match after a gap that was handed out; 0 for none */
 } ql_split;
 
 /* Compiles a regular expression as found in tokenizer.json. Accepted is what means the same to PCRE2 and to the

@@ -7,9 +7,9 @@
 #include "runtime/text/pattern.h"
 
 struct ql_tokenizer {
-    bool nfc;              /* normalize spans between added tokens */
-    ql_pattern pattern;    /* code NULL: a span is one piece */
-    ql_bpe bpe;            /* added tokens are in its table of bytes too */
+    bool nfc;           /* normalize spans between added tokens */
+    ql_pattern pattern; /* code NULL: a span is one piece */
+    ql_bpe bpe;         /* added tokens are in its table of bytes too */
     ql_added added;
     unsigned char *special; /* by id, bpe.n_token of them */
 };

@@ -185,9 +185,17 @@ static bool alphabet_bytes(const alphabet *a, const char *text, size_t n, char *
 /* ---- model ------------------------------------------------------------------------------------------------------- */
 
 static ql_status check_model(const json_t *model, ql_error *err) {
-    static const char *const known[] = {
-        "type",          "dropout",       "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
-        "byte_fallback", "ignore_merges", "vocab",     "merges",                    NULL};
+    static const char *const known[] = {"type",
+                                        "dropout",
+                                        "unk_token",
+                                        "continuing_subword_prefix",
+                                        "end_of_word_suffix",
+                                        "fuse_unk",
+                                        "byte_fallback",
+                                        "ignore_merges",
+                                        "vocab",
+                                        "merges",
+                                        NULL};
     QL_TRY(require_type(model, "model", "BPE", err));
     QL_TRY(check_keys(model, "model", known, err));
     QL_TRY(require_null(model, "model", "dropout", err));
@@ -272,8 +280,8 @@ static ql_status load_merges(ql_bpe *bpe, const json_t *merges, const alphabet *
             merged = ql_bpe_find(bpe, scratch, left_len + right_len);
         }
         if (left < 0 || right < 0 || merged < 0) {
-            return ql_fail(err, QL_ERR_MODEL, "model.merges: entry %zu, \"%.*s\" and \"%.*s\": %s not in model.vocab", i,
-                           (int)(n[0] < 60 ? n[0] : 60), part[0], (int)(n[1] < 60 ? n[1] : 60), part[1],
+            return ql_fail(err, QL_ERR_MODEL, "model.merges: entry %zu, \"%.*s\" and \"%.*s\": %s not in model.vocab",
+                           i, (int)(n[0] < 60 ? n[0] : 60), part[0], (int)(n[1] < 60 ? n[1] : 60), part[1],
                            left < 0    ? "the first is"
                            : right < 0 ? "the second is"
                                        : "their result is");
@@ -388,9 +396,8 @@ static ql_status load_config_added(ql_tokenizer *t, const json_t *tokens, ql_err
 /* ---- the whole file ---------------------------------------------------------------------------------------------- */
 
 static ql_status load(ql_tokenizer *t, const json_t *root, const json_t *config, ql_error *err) {
-    static const char *const known[] = {"version",        "truncation", "padding", "added_tokens",
-                                        "normalizer",     "model",      "decoder", "pre_tokenizer",
-                                        "post_processor", NULL};
+    static const char *const known[] = {"version", "truncation", "padding",       "added_tokens",   "normalizer",
+                                        "model",   "decoder",    "pre_tokenizer", "post_processor", NULL};
     const char *version = "";
     QL_TRY(check_keys(root, "the file", known, err));
     QL_TRY(ql_json_str(root, "the file", "version", &version, err));
