@@ -24,6 +24,7 @@ SAN ?=#           address, undefined, thread, memory or fuzz; set by the targets
 JOBS ?= 2#        test programs at a time
 FUZZ_S ?= 600#    seconds of each fuzz target
 CUDA ?= auto#     no builds host only; yes compiles the CUDA files even if the engine does not use them
+BENCH_TEXT ?=#    a tokenizer.json and a text file for make bench, in place of the bundled ones
 ARCH ?=#          GPU architectures, such as "90a"; all for a release
 B := $(strip $(B))
 
@@ -246,7 +247,7 @@ fuzz-run: $(FUZZ)
 
 .PHONY: bench
 bench: all $(BENCH) ## speeds of kernels and of whole runs on this machine
-	@tools/bench.sh $(B)
+	@tools/bench.sh $(B) $(BENCH_TEXT)
 
 # ---- checks of the source -----------------------------------------------------------------------------------------------------
 C_FILES = $(shell git ls-files -c -o --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
