@@ -31,6 +31,8 @@
 #ifndef QL_KERNELS_ATTENTION_H
 #define QL_KERNELS_ATTENTION_H
 
+#include "kernels/batch.h"
+
 typedef struct ql_kv_cache {
     ql_kv_type type;
     int32_t n_page, n_kv_head;  /* local */

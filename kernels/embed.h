@@ -11,6 +11,8 @@
 #ifndef QL_KERNELS_EMBED_H
 #define QL_KERNELS_EMBED_H
 
+#include "kernels/batch.h"
+
 typedef struct ql_embed_args {
     const int32_t *id;
     const void *table;

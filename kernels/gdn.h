@@ -41,6 +41,8 @@
 #ifndef QL_KERNELS_GDN_H
 #define QL_KERNELS_GDN_H
 
+#include "kernels/batch.h"
+
 typedef struct ql_conv_args {
     const ql_batch *batch;
     const float *m, *w;

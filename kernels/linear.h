@@ -26,6 +26,8 @@
 #ifndef QL_KERNELS_LINEAR_H
 #define QL_KERNELS_LINEAR_H
 
+#include "kernels/batch.h"
+
 /* A slice in the file: which rows and columns to take, with the strides of the whole matrix. Host pointers. */
 typedef struct ql_weight_src {
     const char *module;        /* for messages */

@@ -5,6 +5,8 @@
 #ifndef QL_KERNELS_MLP_H
 #define QL_KERNELS_MLP_H
 
+#include "kernels/batch.h"
+
 typedef struct ql_swiglu_args {
     const float *g, *u;
     float *y;

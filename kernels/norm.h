@@ -17,6 +17,8 @@
 #ifndef QL_KERNELS_NORM_H
 #define QL_KERNELS_NORM_H
 
+#include "kernels/batch.h"
+
 typedef struct ql_rmsnorm_args {
     float *x;
     const float *delta;

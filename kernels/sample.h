@@ -23,6 +23,8 @@
 #ifndef QL_KERNELS_SAMPLE_H
 #define QL_KERNELS_SAMPLE_H
 
+#include "kernels/batch.h"
+
 enum { QL_STAT_RANGES = 8 };
 
 typedef struct ql_candidate {
