@@ -168,7 +168,9 @@ FUZZ := $(REPLAY:$(B)/replay/%=$(B)/fuzz/%)
 BENCH := $(patsubst bench/%.c,$(B)/%,$(sort $(wildcard bench/*.c)))
 EXAMPLES := $(patsubst examples/%.c,$(B)/examples/%,$(sort $(wildcard examples/*.c)))
 KCHECK := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/kcheck.c))
+GPU := $(if $(HAVE_CUDA),$(B)/gpu/gate $(B)/gpu/collectives)
 
+comma := ,
 define link
 @mkdir -p $(@D)
 $(call say,LD,$@)
@@ -181,6 +183,8 @@ $(MODEL): $(B)/model/%: $(B)/obj/tests/model/%.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(LIBS) -lcmocka)
 $(KCHECK): $(B)/%: $(B)/obj/tests/%.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(if $(filter memory,$(SAN)),-lm -pthread,$(LIBS)))
+$(GPU): $(B)/gpu/%: $(B)/obj/tests/gpu/%.o $(B)/libhelp.a $(B)/libqlane.a
+	$(call link,$(LIBS) -lcmocka -s -Wl$(comma)-rpath$(comma)'$$ORIGIN')
 $(REPLAY): $(B)/replay/%: $(B)/obj/tests/fuzz/%.o $(B)/obj/tests/fuzz/replay.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(LIBS))
 $(FUZZ): $(B)/fuzz/%: $(B)/obj/tests/fuzz/%.o $(B)/libhelp.a $(B)/libqlane.a
@@ -222,6 +226,16 @@ model: $(MODEL) ## goldens, equal bits, faults on whole models
 	@tools/runtests.sh -j $(JOBS) -d $(B)/test-logs $^
 cli: all ## tests of the command
 	@tools/runtests.sh -j $(JOBS) -d $(B)/test-logs $(CLI_TESTS)
+
+# One archive to copy to a machine with GPUs and nothing else; cmocka is only there as a shared library.
+$(B)/gpu.tar.gz: $(GPU) $(KCHECK)
+	$(call say,TAR,$@)
+	$(Q)cp -L $$($(CC) -print-file-name=libcmocka.so.0) $(B)/gpu/
+	$(Q)tar -czf $@ -C $(B) $(GPU:$(B)/%=%) gpu/libcmocka.so.0 $(KCHECK:$(B)/%=%)
+.PHONY: gpu gpu-test
+gpu: found $(if $(HAVE_CUDA),$(B)/gpu.tar.gz) ## test programs for GPUs, and one archive of them
+gpu-test: gpu ## tests on this machine's GPUs
+	@tools/gpu-test.sh $(B)
 
 # Sanitizer builds have their own folders and run what is compiled code of ours.
 SAN_TESTS = $(MODEL) $(UNIT) $(KCHECK) $(EXAMPLES)
