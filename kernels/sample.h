@@ -12,8 +12,8 @@
  *
  * sample, per row over all lanes' candidates [lane][row][k_cap] (each sorted, ids rising with the lane) and stats
  * [lane][row][8 / n_lane]:
- *   temperature 0: the best key, lowest id on a tie. Else, over the best min(k, top_k) candidates of all lanes together
- *   (the best k where top_k is 0; so the lane count does not matter), in order of key, lower id first:
+ *   temperature 0: the best key, lowest id on a tie. Else, over the best top_k candidates of all lanes together (all where
+ *   top_k is 0), in order of key, lower id first:
  *   p_i = exp((key_i - key_0) / temperature), top_p < 1 keeps the shortest prefix with sum >= top_p * total, min_p drops
  *   p_i < min_p * p_0, then the first i with running sum > uniform * total of the kept is chosen; sums in f64 in order.
  *   uniform = ql_uniform(seed, counter). Without any candidate id = -1 and logprob = -infinity.
@@ -40,7 +40,8 @@ typedef struct ql_vocab_stat {
 typedef struct ql_sample_row {
     float temperature, top_p, min_p, repetition, presence, frequency;
     int32_t top_k;
-    int32_t k;                /* candidates wanted from each lane, 1..k_cap */
+    int32_t k;                /* candidates from each lane, 1..k_cap: no fewer than top_k, or than any lane's rows where
+                                 top_k is 0 or more than those: so the lane count does not matter */
     int32_t penalty0, n_penalty; /* this row's part of the penalty arrays, ids rising */
     uint64_t seed, counter;
 } ql_sample_row;

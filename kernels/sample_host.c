@@ -165,8 +165,8 @@ typedef struct merge {
 } merge;
 
 static merge merge_begin(const ql_sample_args *a, int32_t row) {
-    int32_t top_k = a->row[row].top_k, k = a->row[row].k;
-    return (merge){.a = a, .row = row, .left = top_k > 0 && top_k < k ? top_k : k};
+    int32_t top_k = a->row[row].top_k;
+    return (merge){.a = a, .row = row, .left = top_k > 0 ? top_k : INT32_MAX};
 }
 
 static const ql_candidate *merge_next(merge *m) {

@@ -67,7 +67,8 @@ struct exchange_args {
     uint8_t *dst;
     size_t bytes, cap;
     int lane, n_lane, n_chunk_max;
-    bool sum; /* add in tree order, or gather */
+    bool sum;   /* add in tree order, or gather */
+    bool whole; /* everything is a multiple of 16 bytes */
     uint8_t *slot[MAX_LANES];
     uint32_t *flag[MAX_LANES];
     uint32_t *epoch;
@@ -139,7 +140,31 @@ template <int N> __device__ __forceinline__ float4 tree4(const uint4 (&part)[N])
     return out;
 }
 
-/* Vectors of 16 bytes; `bytes` and all pointers are multiples of that. */
+/* 16 bytes of a vector whose end and alignment are known to be multiples of 4 only. */
+__device__ __forceinline__ uint4 load_words(const uint8_t *p, size_t left) {
+    const uint32_t *w = (const uint32_t *)p;
+    uint4 v = make_uint4(w[0], 0, 0, 0);
+    v.y = left > 4 ? w[1] : 0;
+    v.z = left > 8 ? w[2] : 0;
+    v.w = left > 12 ? w[3] : 0;
+    return v;
+}
+
+__device__ __forceinline__ void store_words(uint8_t *p, size_t left, uint4 v) {
+    uint32_t *w = (uint32_t *)p;
+    w[0] = v.x;
+    if (left > 4) {
+        w[1] = v.y;
+    }
+    if (left > 8) {
+        w[2] = v.z;
+    }
+    if (left > 12) {
+        w[3] = v.w;
+    }
+}
+
+/* A thread has 16 bytes of a chunk. `bytes` and all pointers are multiples of 4. */
 template <int N> __global__ void __launch_bounds__(THREADS) exchange(struct exchange_args a) {
     __shared__ int failed;
     if (threadIdx.x == 0) {
@@ -151,8 +176,9 @@ template <int N> __global__ void __launch_bounds__(THREADS) exchange(struct exch
         size_t at = (size_t)c * CHUNK + threadIdx.x * VECTOR;
         size_t parity = (size_t)(epoch & 1) * N * a.cap;
         bool mine = at < a.bytes;
-        uint4 own = mine ? *(const uint4 *)(a.src + at) : make_uint4(0, 0, 0, 0);
+        uint4 own = make_uint4(0, 0, 0, 0);
         if (mine) {
+            own = a.whole ? *(const uint4 *)(a.src + at) : load_words(a.src + at, a.bytes - at);
 #pragma unroll
             for (int i = 1; i < N; i++) {
                 int peer = (a.lane + i) % N;
@@ -185,11 +211,20 @@ template <int N> __global__ void __launch_bounds__(THREADS) exchange(struct exch
             part[i] = i == a.lane ? own : __ldcg((const uint4 *)(a.slot[a.lane] + parity + (size_t)i * a.cap + at));
         }
         if (a.sum) {
-            *(float4 *)(a.dst + at) = tree4<N>(part);
-        } else {
+            float4 sum = tree4<N>(part);
+            if (a.whole) {
+                *(float4 *)(a.dst + at) = sum;
+            } else {
+                store_words(a.dst + at, a.bytes - at, *(uint4 *)&sum);
+            }
+            continue;
+        }
 #pragma unroll
-            for (int i = 0; i < N; i++) {
+        for (int i = 0; i < N; i++) {
+            if (a.whole) {
                 *(uint4 *)(a.dst + (size_t)i * a.bytes + at) = part[i];
+            } else {
+                store_words(a.dst + (size_t)i * a.bytes + at, a.bytes - at, part[i]);
             }
         }
     }
@@ -230,6 +265,7 @@ static ql_status peer_exchange(ql_comm *c, const void *src, void *dst, size_t by
     a.n_lane = c->n_lane;
     a.n_chunk_max = (int)(g->cap / CHUNK);
     a.sum = sum;
+    a.whole = (bytes | (uintptr_t)src | (uintptr_t)dst) % VECTOR == 0;
     for (int i = 0; i < c->n_lane; i++) {
         a.slot[i] = g->lane[i].slot;
         a.flag[i] = g->lane[i].flag;
@@ -258,15 +294,24 @@ static ql_status nccl_check(const ql_comm *c, ncclResult_t r, const char *what) 
     return ql_fail(c->dev->err, QL_ERR_DEVICE, "lane %d: %s: NCCL: %s", c->lane, what, c->group->nccl.error_string(r));
 }
 
+/* NULL once somebody let go. */
+static ncclComm_t nccl_comm_of(const ql_comm *c) { return __atomic_load_n(&c->group->nccl_comm[c->lane], __ATOMIC_ACQUIRE); }
+
 static ql_status nccl_gather(ql_comm *c, const void *src, void *dst, size_t bytes) {
     struct ql_comm_group *g = c->group;
-    return nccl_check(c, g->nccl.all_gather(src, dst, bytes, ncclUint8, g->nccl_comm[c->lane], stream_of(c)), "gather");
+    if (!nccl_comm_of(c)) {
+        return ql_abort_error(g->o.abort, c->dev->err);
+    }
+    return nccl_check(c, g->nccl.all_gather(src, dst, bytes, ncclUint8, nccl_comm_of(c), stream_of(c)), "gather");
 }
 
 static ql_status nccl_reduce(ql_comm *c, const float *src, float *dst, int64_t n) {
     struct ql_comm_group *g = c->group;
+    if (!nccl_comm_of(c)) {
+        return ql_abort_error(g->o.abort, c->dev->err);
+    }
     if (c->n_lane == 2) { /* a + b has one order */
-        return nccl_check(c, g->nccl.all_reduce(src, dst, (size_t)n, ncclFloat32, ncclSum, g->nccl_comm[c->lane], stream_of(c)),
+        return nccl_check(c, g->nccl.all_reduce(src, dst, (size_t)n, ncclFloat32, ncclSum, nccl_comm_of(c), stream_of(c)),
                           "reduction");
     }
     QL_TRY(nccl_gather(c, src, g->gathered[c->lane], (size_t)n * sizeof(float)));
@@ -284,7 +329,7 @@ static ql_status reduce(ql_comm *c, const float *src, float *dst, int64_t n) {
         return ql_fail(c->dev->err, QL_ERR_INTERNAL, "lane %d: reduction of %zu bytes, at most %zu were planned", c->lane, bytes,
                        c->group->cap);
     }
-    if (c->group->use_peer && bytes % VECTOR == 0) {
+    if (c->group->use_peer) {
         return peer_exchange(c, src, dst, bytes, true);
     }
     return nccl_reduce(c, src, dst, n);
@@ -294,7 +339,7 @@ static ql_status gather(ql_comm *c, const void *src, void *dst, size_t bytes) {
     if (c->n_lane == 1) {
         return cu_check(c, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream_of(c)), "gather");
     }
-    if (c->group->use_peer && bytes % VECTOR == 0 && bytes <= c->group->cap) {
+    if (c->group->use_peer && bytes % 4 == 0 && bytes <= c->group->cap) {
         return peer_exchange(c, src, dst, bytes, false);
     }
     return nccl_gather(c, src, dst, bytes);
@@ -317,12 +362,15 @@ static ql_status check(ql_comm *c) {
                    g->o.wait_ms, (int)error - 1);
 }
 
-/* The lane failed, or saw a peer fail: let go of NCCL, whose kernels watch nothing of ours. */
+/* A lane failed or hangs. Kernels of ours see the abort word; NCCL's watch nothing, and a peer that waits for one cannot
+ * let go by itself: whoever comes first ends all communicators. */
 static void let_go(ql_comm *c) {
     struct ql_comm_group *g = c->group;
-    if (g->nccl_comm[c->lane]) {
-        g->nccl.comm_abort(g->nccl_comm[c->lane]);
-        g->nccl_comm[c->lane] = NULL;
+    for (int i = 0; i < g->o.n_lane; i++) {
+        ncclComm_t comm = __atomic_exchange_n(&g->nccl_comm[i], (ncclComm_t)NULL, __ATOMIC_ACQ_REL);
+        if (comm) {
+            g->nccl.comm_abort(comm);
+        }
     }
 }
 
@@ -536,9 +584,9 @@ void ql_comm_cuda_unbind(ql_comm *c) {
     struct ql_comm_group *g = c->group;
     struct lane_memory *m = &g->lane[c->lane];
     ql_dev *dev = c->dev;
-    if (g->nccl_comm[c->lane]) {
-        g->nccl.comm_destroy(g->nccl_comm[c->lane]);
-        g->nccl_comm[c->lane] = NULL;
+    ncclComm_t comm = __atomic_exchange_n(&g->nccl_comm[c->lane], (ncclComm_t)NULL, __ATOMIC_ACQ_REL);
+    if (comm) {
+        g->nccl.comm_destroy(comm);
     }
     dev->ops->free(dev, m->slot);
     dev->ops->free(dev, m->flag);
@@ -561,11 +609,15 @@ void ql_comm_cuda_close(ql_comm_group **group) {
     if (!g) {
         return;
     }
+    int before = 0;
+    cudaGetDevice(&before);
     for (int i = 0; i < g->o.n_lane; i++) { /* lanes that never got as far as bind */
         if (g->nccl_comm[i]) {
             g->nccl.comm_destroy(g->nccl_comm[i]);
         }
     }
+    cudaSetDevice(before);
+    cudaGetLastError();
     ql_nccl_close(&g->nccl);
     ql_free(g->o.mem, g);
     *group = NULL;

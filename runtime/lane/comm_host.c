@@ -6,8 +6,8 @@
  * often more than the cores: a waiting lane first yields its core a few times, which is how long a peer of a small model
  * takes, and then sleeps.
  *
- * A lane waits in slices of its deadline and gives up only if the lanes it waits for did nothing in that time: a peer
- * inside a long product bumps its device's progress counter between ops and is not hung.
+ * A lane gives up only when the lanes it waits for have done nothing until the deadline: a peer inside a long product
+ * bumps its device's progress counter between ops and is not hung.
  */
 #include "runtime/lane/comm.h"
 
@@ -91,26 +91,24 @@ static ql_status rendezvous(ql_comm *comm, const void *src, void *dst, size_t by
     ql_lock(&g->mutex);
     int32_t missing;
     uint64_t seen = missing_progress(g, &missing);
-    int64_t slice_ns = (int64_t)g->wait_ms * 1000000;
-    int64_t poll_ns = slice_ns < 20000000 ? slice_ns : 20000000; /* the abort flag has no condition variable */
-    int64_t deadline = ql_now_ns() + slice_ns;
+    int64_t wait_ns = (int64_t)g->wait_ms * 1000000;
+    int64_t look_ns = wait_ns / 8 < 20000000 ? wait_ns / 8 : 20000000; /* the abort flag has no condition variable */
+    int64_t progress_ns = ql_now_ns();
     ql_status status = QL_OK;
     while (epoch_now(g) == epoch && status == QL_OK) {
-        ql_cond_wait_until(&g->cond, &g->mutex, ql_now_ns() + poll_ns);
+        ql_cond_wait_until(&g->cond, &g->mutex, ql_now_ns() + look_ns);
         if (epoch_now(g) != epoch) {
             break;
         }
+        uint64_t now = missing_progress(g, &missing);
         if (ql_abort_raised(g->abort)) {
             status = ql_abort_error(g->abort, err);
-        } else if (ql_now_ns() >= deadline) {
-            uint64_t now = missing_progress(g, &missing);
-            if (now == seen) {
-                status = ql_fail(err, QL_ERR_DEVICE,
-                                 "lane %d waited %d ms for lane %d, which made no progress (deadline of a wait)", comm->lane,
-                                 g->wait_ms, missing);
-            }
+        } else if (now != seen) {
             seen = now;
-            deadline = ql_now_ns() + slice_ns;
+            progress_ns = ql_now_ns();
+        } else if (ql_now_ns() - progress_ns >= wait_ns) {
+            status = ql_fail(err, QL_ERR_DEVICE, "lane %d waited %d ms for lane %d, which made no progress (deadline of a wait)",
+                             comm->lane, g->wait_ms, missing);
         }
     }
     ql_unlock(&g->mutex);

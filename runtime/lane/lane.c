@@ -112,22 +112,25 @@ ql_status ql_lanes_run(ql_lane_group *g, ql_lane_fn fn, void *arg, ql_error *err
     g->n_busy = g->n_lane;
     ql_cond_broadcast(&g->posted);
 
-    /* Lanes report peers in a collective that hang by themselves; this deadline is for the last ones standing, so it
-     * starts a little later to let the message that names the collective win. */
-    int64_t wait_ns = (int64_t)g->wait_ms * 1000000 + 100000000;
-    int64_t deadline = ql_now_ns() + wait_ns;
+    /* Lanes report peers in a collective that hang by themselves; this deadline is for the last ones standing, so it is a
+     * little later to let the message that names the collective win. */
+    int64_t wait_ns = (int64_t)g->wait_ms * 1000000 + 100000000, look_ns = wait_ns / 8;
+    int64_t progress_ns = ql_now_ns();
     int32_t busy;
     uint64_t seen = busy_progress(g, &busy);
     while (g->n_busy > 0 && !ql_abort_raised(&g->abort)) {
-        if (!ql_cond_wait_until(&g->finished, &g->mutex, deadline)) {
-            uint64_t now = busy_progress(g, &busy);
-            if (now == seen && g->n_busy > 0) {
-                ql_error hung = {QL_OK, ""};
-                ql_fail(&hung, QL_ERR_DEVICE, "lane %d made no progress for %d ms (deadline of a wait)", busy, g->wait_ms);
-                ql_abort_raise(&g->abort, &hung);
-            }
+        ql_cond_wait_until(&g->finished, &g->mutex, ql_now_ns() + look_ns);
+        uint64_t now = busy_progress(g, &busy);
+        if (now != seen) {
             seen = now;
-            deadline = ql_now_ns() + wait_ns;
+            progress_ns = ql_now_ns();
+        } else if (g->n_busy > 0 && ql_now_ns() - progress_ns >= wait_ns) {
+            ql_error hung = {QL_OK, ""};
+            ql_fail(&hung, QL_ERR_DEVICE, "lane %d made no progress for %d ms (deadline of a wait)", busy, g->wait_ms);
+            ql_abort_raise(&g->abort, &hung);
+            if (g->lane[busy].comm.let_go) {
+                g->lane[busy].comm.let_go(&g->lane[busy].comm);
+            }
         }
     }
     ql_unlock(&g->mutex);

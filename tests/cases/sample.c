@@ -126,12 +126,14 @@ static void make(kc_run *run) {
     ql_sample_row *row = kc_buffer(run, "row", KC_IN, KC_U8, (int64_t)t * (int64_t)sizeof *row)->host;
     ql_penalty *pen = kc_buffer(run, "penalty", KC_IN, KC_U8, (int64_t)t * each * (int64_t)sizeof *pen)->host;
     for (int32_t r = 0; r < t; r++) {
-        int32_t f = p[P_FILTER] < 0 ? r % N_FILTER : p[P_FILTER];
+        int32_t f = p[P_FILTER] < 0 ? r % N_FILTER : p[P_FILTER], top_k = filters[f].top_k;
+        /* fewer candidates than the vocabulary are enough for as large a top_k only */
+        top_k = p[P_K] < p[P_VOCAB] && (top_k == 0 || top_k > p[P_K]) ? p[P_K] : top_k;
         row[r] = (ql_sample_row){
             .temperature = filters[f].temperature,
             .top_p = filters[f].top_p,
             .min_p = filters[f].min_p,
-            .top_k = filters[f].top_k,
+            .top_k = top_k,
             .repetition = each && r % 3 ? 1.3f : 1.0f,
             .presence = r % 2 ? 0.5f : 0.0f,
             .frequency = r % 3 == 1 ? 0.25f : 0.0f,
