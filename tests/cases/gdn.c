@@ -334,8 +334,8 @@ static void conv_oracle(kc_run *run) {
     }
 }
 
-/* Errors are relative to the largest element of the head's output or state in the segment: an element is a sum of 128
- * products of such size, and cancellation may make it as small as it likes. */
+/* Errors are relative to the largest state element of the head in the segment, and for the output to the largest sum of
+ * its terms' magnitudes: cancellation may make an element as small as it likes. */
 static void gdn_oracle(kc_run *run) {
     const int32_t *p = run->c->p;
     const user *x = run->user;
@@ -367,7 +367,7 @@ static void gdn_oracle(kc_run *run) {
                     kk += (double)k[d] * k[d];
                 }
                 for (int32_t c = 0; c < D; c++) {
-                    double seen = 0.0, sum = 0.0;
+                    double seen = 0.0, sum = 0.0, size = 0.0;
                     for (int32_t d = 0; d < D; d++) {
                         s[d * D + c] *= keep;
                         seen += s[d * D + c] * k[d] / sqrt(kk);
@@ -375,20 +375,21 @@ static void gdn_oracle(kc_run *run) {
                     double write = beta * ((double)v[c] - seen);
                     for (int32_t d = 0; d < D; d++) {
                         s[d * D + c] += k[d] / sqrt(kk) * write;
-                        sum += s[d * D + c] * q[d] / sqrt(qq) / sqrt(128.0);
+                        double term = s[d * D + c] * q[d] / sqrt(qq) / sqrt(128.0);
+                        sum += term;
+                        size += fabs(term);
                         s_max = fmax(s_max, fabs(s[d * D + c]));
                     }
                     o[(row * n_value + j) * D + c] = sum;
-                    o_max = fmax(o_max, fabs(sum));
+                    o_max = fmax(o_max, size);
                 }
             }
-            double rel = 4e-6;
             for (int32_t i = 0; i < D * D; i++) {
-                tol[s - want + i] = rel * s_max + 1e-36;
+                tol[s - want + i] = 4e-6 * s_max + 1e-36;
             }
             for (int32_t t = 0; t < b->len[seg]; t++) {
                 for (int32_t c = 0; c < D; c++) {
-                    o_tol[((int64_t)(b->row[seg] + t) * n_value + j) * D + c] = rel * o_max + 1e-12;
+                    o_tol[((int64_t)(b->row[seg] + t) * n_value + j) * D + c] = 1e-6 * o_max + 1e-36;
                 }
             }
         }
