@@ -35,9 +35,9 @@ typedef struct ql_batch {
 typedef struct ql_shape {
     int32_t hidden, vocab, vocab_local;
     int32_t n_head, n_kv_head, n_key_head, n_value_head, mlp;
-    int32_t max_row;         /* rows of one step */
-    int32_t max_seg;         /* segments of one step */
-    int32_t max_out;         /* rows that get logits in one step */
+    int32_t max_row; /* rows of one step */
+    int32_t max_seg; /* segments of one step */
+    int32_t max_out; /* rows that get logits in one step */
     int32_t max_ctx;
 } ql_shape;
 

@@ -96,8 +96,8 @@ typedef struct ql_ops {
 
 struct ql_dev {
     const ql_ops *ops;
-    ql_error *err;                  /* where this lane's first error is written */
-    const ql_allocator *mem;        /* host memory */
+    ql_error *err;           /* where this lane's first error is written */
+    const ql_allocator *mem; /* host memory */
     void *scratch;
     size_t scratch_bytes;
     uint64_t n_path[QL_PATH_COUNT]; /* calls, written by the lane with relaxed atomics, read by anyone */

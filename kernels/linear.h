@@ -30,17 +30,17 @@
 
 /* A slice in the file: which rows and columns to take, with the strides of the whole matrix. Host pointers. */
 typedef struct ql_weight_src {
-    const char *module;        /* for messages */
+    const char *module; /* for messages */
     ql_qformat format;
-    int32_t n, k;              /* of the slice */
-    int32_t n_range;           /* row ranges of the whole matrix, in order, together n rows */
+    int32_t n, k;    /* of the slice */
+    int32_t n_range; /* row ranges of the whole matrix, in order, together n rows */
     int32_t row0[3], row1[3];
-    int32_t col0;              /* first column; multiple of 16 for NVFP4 */
-    int32_t full_n, full_k;    /* of the whole matrix */
-    const uint8_t *data;       /* codes of the whole matrix */
-    const uint8_t *scale;      /* scales of the whole matrix, or NULL */
-    ql_dtype scale_dtype;      /* F32, F16 or BF16; F8_E4M3 for NVFP4 */
-    float factor;              /* FP8_TENSOR, NVFP4: finite and > 0; else 1 */
+    int32_t col0;           /* first column; multiple of 16 for NVFP4 */
+    int32_t full_n, full_k; /* of the whole matrix */
+    const uint8_t *data;    /* codes of the whole matrix */
+    const uint8_t *scale;   /* scales of the whole matrix, or NULL */
+    ql_dtype scale_dtype;   /* F32, F16 or BF16; F8_E4M3 for NVFP4 */
+    float factor;           /* FP8_TENSOR, NVFP4: finite and > 0; else 1 */
 } ql_weight_src;
 
 /* A resident slice. FP8_BLOCK with several ranges needs every range to begin and end on a block (or at the matrix's last
@@ -50,12 +50,12 @@ typedef struct ql_weight_src {
 typedef struct ql_weight {
     ql_qformat format;
     int32_t n, k;
-    int32_t row_off, col_off;  /* FP8_BLOCK: where in its 128-block the first row and column lie */
+    int32_t row_off, col_off; /* FP8_BLOCK: where in its 128-block the first row and column lie */
     float factor;
-    void *data;                /* codes in the device's layout; plain formats row-major, as in the file */
-    void *scale;               /* FP8_CHANNEL f32 [n]; FP8_BLOCK f32 [row blocks][col blocks]; NVFP4 E4M3 [n][k/16] */
+    void *data;  /* codes in the device's layout; plain formats row-major, as in the file */
+    void *scale; /* FP8_CHANNEL f32 [n]; FP8_BLOCK f32 [row blocks][col blocks]; NVFP4 E4M3 [n][k/16] */
     uint64_t weight_bytes, scale_bytes; /* held */
-    float max_abs;             /* upper bound of |w| from the scales; 0 for plain formats */
+    float max_abs;                      /* upper bound of |w| from the scales; 0 for plain formats */
 } ql_weight;
 
 typedef struct ql_linear_args {
@@ -65,7 +65,7 @@ typedef struct ql_linear_args {
     int64_t ldx, ldy;
     int32_t n_row, n_slice;
     ql_phase phase;
-    ql_precision precision;    /* EXACT, BF16 or FP8 */
+    ql_precision precision; /* EXACT, BF16 or FP8 */
 } ql_linear_args;
 
 #endif

@@ -1,4 +1,5 @@
 /* Twin of linear (linear.h): plain loops, one weight row decoded at a time. */
+#include "kernels/host/acc16.h"
 #include "kernels/host/linear_common.h"
 
 #include "runtime/base/mem.h"
@@ -18,13 +19,31 @@ static int64_t longest_k(const ql_shape *s) {
     return k;
 }
 
-static size_t scratch_for(int64_t k) {
-    return ql_arena_round((size_t)(QL_LINEAR_W_ROWS * k) * sizeof(float)) +
-           ql_arena_round((size_t)(QL_LINEAR_X_ROWS * k) * sizeof(float)) +
-           (size_t)QL_LINEAR_X_ROWS * QL_LINEAR_SLICES * sizeof(float);
+/* Lays the parts out from `base` (NULL: to learn the size) and returns their bytes. */
+static size_t lay_out(ql_linear_host_plan *plan, unsigned char *base, int64_t k) {
+    size_t at = 0, rows = QL_LINEAR_X_ROWS;
+    int64_t tile = QL_LINEAR_W_ROWS * QL_LINEAR_COLS > k ? QL_LINEAR_W_ROWS * QL_LINEAR_COLS : k;
+    struct {
+        float **part;
+        size_t bytes;
+    } parts[] = {
+        {&plan->tile, (size_t)tile * sizeof(float)},
+        {&plan->acc, QL_LINEAR_ACC_BYTES},
+        {&plan->part, rows * QL_LINEAR_W_ROWS * QL_LINEAR_SLICES * sizeof(float)},
+        {&plan->x_scale, rows * QL_LINEAR_SLICES * sizeof(float)},
+        {&plan->x, rows * (size_t)k * sizeof(float)},
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        *parts[i].part = base ? (float *)(base + at) : NULL;
+        at += ql_arena_round(parts[i].bytes);
+    }
+    return at;
 }
 
-size_t ql_linear_host_scratch(const ql_shape *shape) { return scratch_for(longest_k(shape)); }
+size_t ql_linear_host_scratch(const ql_shape *shape) {
+    ql_linear_host_plan plan;
+    return lay_out(&plan, NULL, longest_k(shape));
+}
 
 ql_status ql_linear_host_begin(ql_dev *dev, const ql_linear_args *a, ql_linear_host_plan *plan) {
     const ql_weight *w = a->w;
@@ -35,22 +54,17 @@ ql_status ql_linear_host_begin(ql_dev *dev, const ql_linear_args *a, ql_linear_h
                        "linear: %d rows, weight %d x %d, %d slices, ldx %lld, ldy %lld, precision %d", a->n_row, w->n,
                        w->k, n_slice, (long long)a->ldx, (long long)a->ldy, (int)a->precision);
     }
-    size_t need = scratch_for(w->k);
+    *plan = (ql_linear_host_plan){
+        .a = a,
+        .ks = w->k / n_slice,
+        .is_fp8 =
+            w->format == QL_FORMAT_FP8_CHANNEL || w->format == QL_FORMAT_FP8_TENSOR || w->format == QL_FORMAT_FP8_BLOCK,
+    };
+    size_t need = lay_out(plan, dev->scratch, w->k);
     if (need > dev->scratch_bytes) {
         return ql_fail(dev->err, QL_ERR_INTERNAL, "linear: scratch is %zu bytes, %d columns need %zu",
                        dev->scratch_bytes, w->k, need);
     }
-    unsigned char *p = dev->scratch;
-    *plan = (ql_linear_host_plan){
-        .a = a,
-        .ks = w->k / n_slice,
-        .is_fp8 = w->format == QL_FORMAT_FP8_CHANNEL || w->format == QL_FORMAT_FP8_TENSOR || w->format == QL_FORMAT_FP8_BLOCK,
-        .tile = (float *)p,
-    };
-    p += ql_arena_round((size_t)QL_LINEAR_W_ROWS * (size_t)w->k * sizeof(float));
-    plan->x = (float *)p;
-    p += ql_arena_round((size_t)QL_LINEAR_X_ROWS * (size_t)w->k * sizeof(float));
-    plan->x_scale = (float *)p;
     return QL_OK;
 }
 
@@ -121,35 +135,9 @@ static void decode_row(const ql_weight *w, int32_t r, float *out) {
     }
 }
 
-static void multiply_add(float acc[16], const float *x, const float *w, int32_t n) {
-    int32_t c = 0;
-    for (; c + 16 <= n; c += 16) {
-        for (int32_t i = 0; i < 16; i++) {
-            acc[i] += x[c + i] * w[c + i];
-        }
-    }
-    for (; c < n; c++) {
-        acc[c % 16] += x[c] * w[c];
-    }
-}
-
-static float add_halves(float acc[16]) {
-    for (int32_t half = 8; half >= 1; half /= 2) {
-        for (int32_t i = 0; i < half; i++) {
-            acc[i] += acc[i + half];
-        }
-    }
-    return acc[0];
-}
-
-static float slice_sum(const float *x, const float *w, int32_t n) {
-    float acc[16] = {0};
-    multiply_add(acc, x, w, n);
-    return add_halves(acc);
-}
-
 /* Slice of n columns from col0 in row r of an FP8_BLOCK weight. */
-static float block_slice_sum(const ql_weight *weight, int32_t r, int32_t col0, const float *x, const float *w, int32_t n) {
+static float block_slice_sum(const ql_weight *weight, int32_t r, int32_t col0, const float *x, const float *w,
+                             int32_t n) {
     float total[16] = {0};
     for (int32_t c = 0; c < n;) {
         int32_t left = QL_FP8_BLOCK - (weight->col_off + col0 + c) % QL_FP8_BLOCK, end = c + left < n ? c + left : n;
@@ -161,7 +149,7 @@ static float block_slice_sum(const ql_weight *weight, int32_t r, int32_t col0, c
             total[i] += acc[i] * scale;
         }
     }
-    return add_halves(total);
+    return ql_acc16_sum(total);
 }
 
 ql_status ql_linear_host(ql_dev *dev, const ql_linear_args *a) {
@@ -179,7 +167,7 @@ ql_status ql_linear_host(ql_dev *dev, const ql_linear_args *a) {
                 for (int32_t s = 0; s < a->n_slice; s++) {
                     const float *xs = x + t * ld + s * plan.ks, *ws = plan.tile + s * plan.ks;
                     float sum = w->format == QL_FORMAT_FP8_BLOCK ? block_slice_sum(w, r, s * plan.ks, xs, ws, plan.ks)
-                                                                 : slice_sum(xs, ws, plan.ks);
+                                                                 : ql_dot16(xs, ws, plan.ks);
                     part[s] = ql_linear_scaled(&plan, sum, t, r, s);
                 }
                 a->y[(t0 + t) * a->ldy + r] = ql_linear_tree(part, a->n_slice);

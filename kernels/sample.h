@@ -40,37 +40,37 @@ typedef struct ql_vocab_stat {
 typedef struct ql_sample_row {
     float temperature, top_p, min_p, repetition, presence, frequency;
     int32_t top_k;
-    int32_t k;                /* candidates from each lane, 1..k_cap: no fewer than top_k, or than any lane's rows where
+    int32_t k; /* candidates from each lane, 1..k_cap: no fewer than top_k, or than any lane's rows where
                                  top_k is 0 or more than those: so the lane count does not matter */
     int32_t penalty0, n_penalty; /* this row's part of the penalty arrays, ids rising */
     uint64_t seed, counter;
 } ql_sample_row;
 
 typedef struct ql_penalty {
-    int32_t id, count;        /* count: times generated; 0 for ids of the prompt alone */
+    int32_t id, count; /* count: times generated; 0 for ids of the prompt alone */
 } ql_penalty;
 
 typedef struct ql_topk_args {
-    const float *logits;      /* [n_row][ld] */
+    const float *logits; /* [n_row][ld] */
     int64_t ld;
-    int32_t n_row, n;         /* vocabulary rows held */
-    int32_t vocab0, vocab;    /* first held, and all */
-    int32_t n_valid;          /* ids from here on are never chosen */
-    const uint32_t *allowed;  /* bit set over the vocabulary, or NULL: all below n_valid */
+    int32_t n_row, n;        /* vocabulary rows held */
+    int32_t vocab0, vocab;   /* first held, and all */
+    int32_t n_valid;         /* ids from here on are never chosen */
+    const uint32_t *allowed; /* bit set over the vocabulary, or NULL: all below n_valid */
     const ql_sample_row *row;
     const ql_penalty *penalty;
-    ql_candidate *cand;       /* [n_row][k_cap] */
-    ql_vocab_stat *stat;      /* [n_row][ranges held] */
+    ql_candidate *cand;  /* [n_row][k_cap] */
+    ql_vocab_stat *stat; /* [n_row][ranges held] */
     int32_t k_cap;
 } ql_topk_args;
 
 typedef struct ql_sample_args {
-    const ql_candidate *cand; /* [n_lane][n_row][k_cap] */
+    const ql_candidate *cand;  /* [n_lane][n_row][k_cap] */
     const ql_vocab_stat *stat; /* [n_lane][n_row][8 / n_lane] */
     const ql_sample_row *row;
     int32_t n_lane, n_row, k_cap;
-    int32_t *id;              /* [n_row] */
-    float *logprob;           /* [n_row] */
+    int32_t *id;    /* [n_row] */
+    float *logprob; /* [n_row] */
 } ql_sample_args;
 
 /* A uniform number in [0, 1) with 24 bits from (seed, counter): SplitMix64's finalizer (Steele, Lea, Flood 2014) over

@@ -144,7 +144,8 @@ ql_status ql_topk_host(ql_dev *dev, const ql_topk_args *a) {
         const ql_sample_row *row = &a->row[r];
         const float *logits = a->logits + r * a->ld;
         if (row->k < 1 || row->k > a->k_cap) {
-            return ql_fail(dev->err, QL_ERR_INTERNAL, "topk: row %d wants %d candidates of at most %d", r, row->k, a->k_cap);
+            return ql_fail(dev->err, QL_ERR_INTERNAL, "topk: row %d wants %d candidates of at most %d", r, row->k,
+                           a->k_cap);
         }
         for (int32_t i = first; i < last; i++) {
             int32_t b = range_begin(a->vocab, i), e = range_begin(a->vocab, i + 1);
@@ -160,7 +161,7 @@ ql_status ql_topk_host(ql_dev *dev, const ql_topk_args *a) {
 /* All lanes' candidates of one row in one order, without copying them. */
 typedef struct merge {
     const ql_sample_args *a;
-    int32_t row, left;               /* candidates still to come at most */
+    int32_t row, left; /* candidates still to come at most */
     int32_t at[QL_STAT_RANGES];
 } merge;
 
@@ -247,7 +248,8 @@ static float logprob(const ql_sample_args *a, int32_t r, float raw) {
 
 ql_status ql_sample_host(ql_dev *dev, const ql_sample_args *a) {
     if (a->n_lane < 1 || QL_STAT_RANGES % a->n_lane) {
-        return ql_fail(dev->err, QL_ERR_INTERNAL, "sample: %d lanes do not divide %d ranges", a->n_lane, QL_STAT_RANGES);
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "sample: %d lanes do not divide %d ranges", a->n_lane,
+                       QL_STAT_RANGES);
     }
     for (int32_t r = 0; r < a->n_row; r++) {
         const ql_candidate *c = choose(a, r);

@@ -44,9 +44,7 @@ uint64_t kc_u64(kc_run *run) { /* SplitMix64 */
     return z ^ (z >> 31);
 }
 
-float kc_uniform(kc_run *run, float lo, float hi) {
-    return lo + (hi - lo) * ((float)(kc_u64(run) >> 40) * 0x1p-24f);
-}
+float kc_uniform(kc_run *run, float lo, float hi) { return lo + (hi - lo) * ((float)(kc_u64(run) >> 40) * 0x1p-24f); }
 
 float kc_normal(kc_run *run) { /* Box-Muller */
     double u = ((double)(kc_u64(run) >> 11) + 0.5) * 0x1p-53, v = (double)(kc_u64(run) >> 11) * 0x1p-53;

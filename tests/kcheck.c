@@ -30,7 +30,7 @@ typedef struct options {
 typedef struct report {
     char current[160]; /* case and variant that is running */
     int32_t n_case, n_run, n_fail;
-    double worst;      /* largest part of a tolerance that was used */
+    double worst; /* largest part of a tolerance that was used */
     char worst_case[112];
 } report;
 
@@ -165,8 +165,8 @@ static bool check_row(kc_run *run, int32_t row, void **full) {
 
 /* Runs a case on an open device. `twin` is NULL on the twin itself, where the oracle is asked, and on the first call
  * *saved becomes its results. */
-static bool run_case(const options *opt, report *rep, ql_dev *dev, const kc_family *family, const kc_case *c, void **twin,
-                     void ***saved, char why[512]) {
+static bool run_case(const options *opt, report *rep, ql_dev *dev, const kc_family *family, const kc_case *c,
+                     void **twin, void ***saved, char why[512]) {
     kc_run run;
     void **full = NULL;
     if (kc_begin(&run, dev, family, c, opt->seed) && kc_once(&run, 0, -1)) {
@@ -272,8 +272,8 @@ static void run_family(const options *opt, report *rep, const kc_family *family)
     for (int32_t v = 0; v < n_level; v++) {
         printf(" %s", level[v]);
     }
-    printf("), %d failed; most of a tolerance used %.2f%s%s\n", rep->n_fail, rep->worst, rep->worst_case[0] ? " by " : "",
-           rep->worst_case);
+    printf("), %d failed; most of a tolerance used %.2f%s%s\n", rep->n_fail, rep->worst,
+           rep->worst_case[0] ? " by " : "", rep->worst_case);
     fflush(stdout);
     free(list.item);
 }
@@ -281,8 +281,9 @@ static void run_family(const options *opt, report *rep, const kc_family *family)
 /* ---- program ----------------------------------------------------------------------------------------------------- */
 
 static int usage(void) {
-    fprintf(stderr, "usage: kcheck [--device host|cuda] [--variant twin|avx2|avx512]... [--seed N] [--long] [--list] [-v] "
-                    "[FILTER]...\n");
+    fprintf(stderr,
+            "usage: kcheck [--device host|cuda] [--variant twin|avx2|avx512]... [--seed N] [--long] [--list] [-v] "
+            "[FILTER]...\n");
     return 2;
 }
 
@@ -384,7 +385,8 @@ int main(int argc, char **argv) {
             return 2;
         }
         if (status != 0) {
-            printf("FAIL %s: the process ended with %s %d\n", rep->current, WIFSIGNALED(status) ? "signal" : "exit code",
+            printf("FAIL %s: the process ended with %s %d\n", rep->current,
+                   WIFSIGNALED(status) ? "signal" : "exit code",
                    WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
             rep->n_fail++;
         }

@@ -32,23 +32,23 @@ typedef struct kc_buf {
     const char *name; /* for messages: "y" */
     kc_role role;
     kc_type type;
-    int64_t n;        /* elements; may be 0 */
-    void *host;       /* initial content, to be filled by make (zeroed) */
-    void *got;        /* what the device left, after a run */
-    void *dev;        /* device pointer */
-    double *want;     /* F32: expected values, NULL until kc_want asks for it; NaN: must be NaN */
-    double *tol;      /* F32: |got - want| <= tol */
-    int64_t row_len;  /* elements of a row for the row-alone check; 0: not a row buffer */
+    int64_t n;       /* elements; may be 0 */
+    void *host;      /* initial content, to be filled by make (zeroed) */
+    void *got;       /* what the device left, after a run */
+    void *dev;       /* device pointer */
+    double *want;    /* F32: expected values, NULL until kc_want asks for it; NaN: must be NaN */
+    double *tol;     /* F32: |got - want| <= tol */
+    int64_t row_len; /* elements of a row for the row-alone check; 0: not a row buffer */
 } kc_buf;
 
 typedef struct kc_case {
-    char name[112];           /* "linear.nvfp4.exact.gen.t3.n64.k256.s2" */
-    bool is_long;             /* only with --long */
-    bool must_fail;           /* `make` breaks the input on purpose: the comparison with the oracle has to notice */
-    double bytes, flops;      /* moved and computed by one call, from the contract; 0: not benched */
-    int32_t rows;             /* rows that must be independent: call(row, 1) gives that row's bits; 0: no such check */
-    ql_shape shape;           /* for scratch_bytes */
-    int32_t p[24];            /* the family's parameters */
+    char name[112];      /* "linear.nvfp4.exact.gen.t3.n64.k256.s2" */
+    bool is_long;        /* only with --long */
+    bool must_fail;      /* `make` breaks the input on purpose: the comparison with the oracle has to notice */
+    double bytes, flops; /* moved and computed by one call, from the contract; 0: not benched */
+    int32_t rows;        /* rows that must be independent: call(row, 1) gives that row's bits; 0: no such check */
+    ql_shape shape;      /* for scratch_bytes */
+    int32_t p[24];       /* the family's parameters */
 } kc_case;
 
 typedef struct kc_family kc_family;
@@ -60,10 +60,10 @@ typedef struct kc_run {
     uint64_t rng;
     kc_buf buf[KC_MAX_BUF];
     int32_t n_buf;
-    ql_weight weight[2];      /* made by `make` through kc_weight; freed by the runner */
+    ql_weight weight[2]; /* made by `make` through kc_weight; freed by the runner */
     int32_t n_weight;
-    void *user;               /* the family's own host data (malloc), freed by the runner */
-    void *scratch;            /* with guard bands */
+    void *user;    /* the family's own host data (malloc), freed by the runner */
+    void *scratch; /* with guard bands */
     int32_t n_call;
     bool failed;
     char why[512];
@@ -80,8 +80,8 @@ struct kc_family {
     void (*make)(kc_run *run);
     /* All rows: row0 = 0, n_row = -1. Otherwise rows [row0, row0 + n_row), results in their own place. */
     ql_status (*call)(kc_run *run, int32_t row0, int32_t n_row);
-    void (*oracle)(kc_run *run);   /* fills want and tol; compares KC_I32 and KC_U8 itself and calls kc_fail */
-    void (*check)(kc_run *run);    /* more equivalences on run->dev; may be NULL. Runs last, on twin and variants */
+    void (*oracle)(kc_run *run); /* fills want and tol; compares KC_I32 and KC_U8 itself and calls kc_fail */
+    void (*check)(kc_run *run);  /* more equivalences on run->dev; may be NULL. Runs last, on twin and variants */
 };
 
 /* tests/cases/<family>.c */
@@ -113,8 +113,8 @@ ql_weight *kc_weight(kc_run *run, const ql_weight_src *src);
 /* Numbers from run->rng. */
 uint64_t kc_u64(kc_run *run);
 float kc_uniform(kc_run *run, float lo, float hi);
-float kc_normal(kc_run *run);                       /* mean 0, deviation 1 */
-int32_t kc_below(kc_run *run, int32_t n);           /* 0 .. n-1 */
+float kc_normal(kc_run *run);             /* mean 0, deviation 1 */
+int32_t kc_below(kc_run *run, int32_t n); /* 0 .. n-1 */
 void kc_fill_normal(kc_run *run, float *x, int64_t n, float scale);
 
 /* ---- for the programs: kcheck and kbench -------------------------------------------------------------------------- */

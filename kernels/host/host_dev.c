@@ -85,8 +85,8 @@ enum { N_LEVEL = sizeof levels / sizeof *levels };
 typedef enum family { EMBED, LINEAR, NORM, GDN, ATTENTION, MLP, SAMPLE, N_FAMILY } family;
 
 static const char *const family_names[N_FAMILY] = {
-    [EMBED] = "embed", [LINEAR] = "linear", [NORM] = "norm",    [GDN] = "gdn",
-    [ATTENTION] = "attention", [MLP] = "mlp", [SAMPLE] = "sample",
+    [EMBED] = "embed",         [LINEAR] = "linear", [NORM] = "norm",     [GDN] = "gdn",
+    [ATTENTION] = "attention", [MLP] = "mlp",       [SAMPLE] = "sample",
 };
 
 static bool level_serves(const host_level *level, family f) {
@@ -103,20 +103,20 @@ static bool level_serves(const host_level *level, family f) {
 }
 
 typedef struct host_dev {
-    host_level fn;      /* what serves each op */
+    host_level fn; /* what serves each op */
     struct {
         const char *embed, *linear, *rmsnorm, *gated_norm, *conv, *gdn, *attn_prep, *attention, *swiglu, *topk, *sample;
-    } by;               /* name of the level that it came from */
+    } by; /* name of the level that it came from */
 } host_dev;
 
 static host_dev *host(const ql_dev *dev) { return dev->impl; }
 
 /* Takes the ops of `f` that `level` has. */
 static void take(host_dev *h, const host_level *level, family f) {
-#define TAKE(op)                  \
-    if (level->op) {              \
-        h->fn.op = level->op;     \
-        h->by.op = level->name;   \
+#define TAKE(op)                                                                                                       \
+    if (level->op) {                                                                                                   \
+        h->fn.op = level->op;                                                                                          \
+        h->by.op = level->name;                                                                                        \
     }
     switch (f) {
     case EMBED: TAKE(embed) break;
@@ -155,17 +155,18 @@ static ql_status parse_kernels(const char *text, int32_t cap[N_FAMILY], ql_error
             f++;
         }
         if (f == N_FAMILY) {
-            return ql_fail(err, QL_ERR_USAGE,
-                           "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample",
-                           (int)key, p);
+            return ql_fail(
+                err, QL_ERR_USAGE,
+                "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample", (int)key,
+                p);
         }
         if (given[f]) {
             return ql_fail(err, QL_ERR_USAGE, "kernel family '%s' is given twice", family_names[f]);
         }
         const char *name = p + key + 1;
         size_t name_len = len - key - 1;
-        while (level < N_LEVEL && (strlen(levels[level].name) != name_len ||
-                                   memcmp(levels[level].name, name, name_len) != 0)) {
+        while (level < N_LEVEL &&
+               (strlen(levels[level].name) != name_len || memcmp(levels[level].name, name, name_len) != 0)) {
             level++;
         }
         if (level == N_LEVEL || !level_serves(&levels[level], (family)f) || !levels[level].supported()) {

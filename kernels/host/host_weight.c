@@ -12,7 +12,9 @@
 #include <string.h>
 #include <zlib.h>
 
-static int32_t block_count(int32_t offset, int32_t n) { return (int32_t)(((int64_t)offset + n + QL_FP8_BLOCK - 1) / QL_FP8_BLOCK); }
+static int32_t block_count(int32_t offset, int32_t n) {
+    return (int32_t)(((int64_t)offset + n + QL_FP8_BLOCK - 1) / QL_FP8_BLOCK);
+}
 
 static bool is_fp8(ql_qformat f) {
     return f == QL_FORMAT_FP8_CHANNEL || f == QL_FORMAT_FP8_TENSOR || f == QL_FORMAT_FP8_BLOCK;
@@ -23,7 +25,9 @@ void ql_host_weight_bytes(ql_qformat format, int32_t n, int32_t k, int32_t row_o
     *weight_bytes = (uint64_t)n * (uint64_t)ql_qformat_row_bytes(format, k);
     switch (format) {
     case QL_FORMAT_FP8_CHANNEL: *scale_bytes = 4 * (uint64_t)n; break;
-    case QL_FORMAT_FP8_BLOCK: *scale_bytes = 4 * (uint64_t)block_count(row_off, n) * (uint64_t)block_count(col_off, k); break;
+    case QL_FORMAT_FP8_BLOCK:
+        *scale_bytes = 4 * (uint64_t)block_count(row_off, n) * (uint64_t)block_count(col_off, k);
+        break;
     case QL_FORMAT_NVFP4: *scale_bytes = (uint64_t)n * (uint64_t)(k / QL_NVFP4_GROUP); break;
     default: *scale_bytes = 0; break;
     }
@@ -82,8 +86,9 @@ static ql_status check_scale(ql_dev *dev, const ql_weight_src *src, float v, int
     if (isfinite(v) && v > 0) {
         return QL_OK;
     }
-    return ql_fail(dev->err, QL_ERR_MODEL, "%s: scale at row %lld, column %lld is %g; scales must be finite and above 0",
-                   src->module, (long long)row, (long long)col, (double)v);
+    return ql_fail(dev->err, QL_ERR_MODEL,
+                   "%s: scale at row %lld, column %lld is %g; scales must be finite and above 0", src->module,
+                   (long long)row, (long long)col, (double)v);
 }
 
 /* Facts that the loader has established; a violation is a mistake of ours. */
@@ -108,8 +113,9 @@ static ql_status check_src(ql_dev *dev, const ql_weight_src *src) {
         ok = src->scale && ql_dtype_is_plain(src->scale_dtype);
     }
     return ok ? QL_OK
-              : ql_fail(dev->err, QL_ERR_INTERNAL, "%s: a cut of %d x %d from column %d does not fit a %s matrix of %d x %d",
-                        src->module, src->n, src->k, src->col0, ql_qformat_name(src->format), src->full_n, src->full_k);
+              : ql_fail(dev->err, QL_ERR_INTERNAL,
+                        "%s: a cut of %d x %d from column %d does not fit a %s matrix of %d x %d", src->module, src->n,
+                        src->k, src->col0, ql_qformat_name(src->format), src->full_n, src->full_k);
 }
 
 /* ---- scales ------------------------------------------------------------------------------------------------------ */
@@ -159,7 +165,8 @@ static ql_status load_group_scales(ql_dev *dev, const ql_weight_src *src, ql_wei
                                    "%s: group scale at row %lld, columns %lld to %lld is %s (0x%02x); it must be an "
                                    "E4M3 number without sign",
                                    src->module, (long long)row, (long long)(16 * (group0 + j)),
-                                   (long long)(16 * (group0 + j) + 15), ql_e4m3_is_nan(out[j]) ? "NaN" : "negative", out[j]);
+                                   (long long)(16 * (group0 + j) + 15), ql_e4m3_is_nan(out[j]) ? "NaN" : "negative",
+                                   out[j]);
                 }
                 most = out[j] > most ? out[j] : most; /* codes without sign rise with their value */
             }

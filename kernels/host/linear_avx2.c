@@ -5,49 +5,16 @@
 #if defined(__x86_64__)
 
 #include "kernels/host/linear_common.h"
+#include "kernels/host/v16_avx2.h"
 
-#include <immintrin.h>
 #include <string.h>
-
-typedef struct V16 {
-    __m256 lo, hi;
-} V16;
 
 enum { TILE_W = 2 };
 #define TILE_X 3
+#define FEW_X 2
 #define LINEAR ql_linear_avx2
 
-static inline V16 v16_zero(void) { return (V16){_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-static inline V16 v16_load(const float *p) { return (V16){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-static inline V16 v16_set1(float f) { return (V16){_mm256_set1_ps(f), _mm256_set1_ps(f)}; }
-static inline V16 v16_mul(V16 a, V16 b) { return (V16){_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
-static inline V16 v16_add(V16 a, V16 b) { return (V16){_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
-
-static inline void v16_store(float *p, V16 v) {
-    _mm256_storeu_ps(p, v.lo);
-    _mm256_storeu_ps(p + 8, v.hi);
-}
-
-static inline float v16_sum(V16 v) {
-    __m256 a = _mm256_add_ps(v.lo, v.hi);
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
-}
-
-static inline V16 v16_f16(const uint8_t *p) {
-    return (V16){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
-}
-
-static inline __m256 bf16x8(__m128i h) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
-}
-
-static inline V16 v16_bf16(const uint8_t *p) {
-    return (V16){bf16x8(_mm_loadu_si128((const __m128i *)p)), bf16x8(_mm_loadu_si128((const __m128i *)p + 1))};
-}
-
-/* Eight E4M3 codes in the upper bytes of 16-bit elements. */
+/* Eight E4M3 codes in the upper bytes of 16-bit elements. A weight is no NaN: see weight_load. */
 static inline __m256 e4m3x8(__m128i h) {
     h = _mm_and_si128(_mm_srai_epi16(h, 1), _mm_set1_epi16((short)0xbfff));
     return _mm256_mul_ps(_mm256_cvtph_ps(h), _mm256_set1_ps(256.0f));
@@ -72,8 +39,7 @@ static inline V16 v16_nvfp4(const uint8_t *p, uint8_t scale) {
     uint32_t lo, hi;
     memcpy(&lo, p, 4);
     memcpy(&hi, p + 4, 4);
-    /* The scale has no sign: see weight_load. */
-    __m256 s = _mm256_mul_ps(_mm256_cvtph_ps(_mm_set1_epi16((short)(scale << 7))), _mm256_set1_ps(256.0f));
+    __m256 s = _mm256_set1_ps(ql_e4m3_scale[scale]);
     return (V16){_mm256_mul_ps(e2m1x8(lo), s), _mm256_mul_ps(e2m1x8(hi), s)};
 }
 

@@ -10,7 +10,8 @@ enum { VOCAB = 40 };
 
 static void list(kc_list *l) {
     static const ql_dtype dtypes[] = {QL_DTYPE_F32, QL_DTYPE_F16, QL_DTYPE_BF16};
-    static const int32_t rows[] = {0, 1, 5, 64}, widths[] = {1, 7, 256, 5120}, cuts[][2] = {{0, VOCAB}, {10, 20}, {35, VOCAB}};
+    static const int32_t rows[] = {0, 1, 5, 64}, widths[] = {1, 7, 256, 5120},
+                         cuts[][2] = {{0, VOCAB}, {10, 20}, {35, VOCAB}};
     for (int32_t t = 0; t < 4; t++) {
         for (int32_t w = 0; w < 4; w++) {
             for (int32_t d = 0; d < 3; d++) {
@@ -47,7 +48,8 @@ static void make(kc_run *run) {
         ((int32_t *)id->host)[t] = kc_below(run, VOCAB);
     }
     if (p[P_OP] == OP_GATHER) {
-        kc_fill_normal(run, kc_buffer(run, "x", KC_IN, KC_F32, (int64_t)VOCAB * p[P_WIDTH])->host, (int64_t)VOCAB * p[P_WIDTH], 1.0f);
+        kc_fill_normal(run, kc_buffer(run, "x", KC_IN, KC_F32, (int64_t)VOCAB * p[P_WIDTH])->host,
+                       (int64_t)VOCAB * p[P_WIDTH], 1.0f);
     } else {
         int64_t count = (int64_t)(p[P_ROW1] - p[P_ROW0]) * p[P_WIDTH], width = p[P_DTYPE] == QL_DTYPE_F32 ? 4 : 2;
         uint8_t *table = kc_buffer(run, "table", KC_IN, KC_U8, count * width)->host;
@@ -69,7 +71,8 @@ static ql_status call(kc_run *run, int32_t row0, int32_t n_row) {
     int64_t at = (int64_t)row0 * p[P_WIDTH];
     n_row = n_row < 0 ? p[P_ROW] : n_row;
     if (p[P_OP] == OP_ADD) {
-        ql_add_args a = {(float *)run->buf[X].dev + at, (const float *)run->buf[Y].dev + at, (int64_t)n_row * p[P_WIDTH]};
+        ql_add_args a = {(float *)run->buf[X].dev + at, (const float *)run->buf[Y].dev + at,
+                         (int64_t)n_row * p[P_WIDTH]};
         return ops->add(run->dev, &a);
     }
     const int32_t *id = (const int32_t *)run->buf[ID].dev + row0;
@@ -117,7 +120,8 @@ static void oracle(kc_run *run) {
         if (p[P_OP] == OP_GATHER) {
             want[i] = ((const float *)run->buf[TABLE].host)[id * width + i % width];
         } else if (id >= p[P_ROW0] && id < p[P_ROW1]) {
-            want[i] = plain((const uint8_t *)run->buf[TABLE].host + ((id - p[P_ROW0]) * width + i % width) * size, p[P_DTYPE]);
+            want[i] = plain((const uint8_t *)run->buf[TABLE].host + ((id - p[P_ROW0]) * width + i % width) * size,
+                            p[P_DTYPE]);
         }
     }
 }

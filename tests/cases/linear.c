@@ -11,23 +11,47 @@
 /* ---- parameters -------------------------------------------------------------------------------------------------- */
 
 typedef enum regime {
-    NORMAL,   /* codes and x as in a model */
-    CODES,    /* every code there is, NaN excepted; NVFP4: every code with every scale */
-    SMALL,    /* subnormal and boundary codes and scales */
-    OUTLIER,  /* one x in each row a million times the others */
-    ZERO,     /* x all zero */
-    NAN_ROW,  /* NaN in row 1 of x, infinity in row 2 */
+    NORMAL,  /* codes and x as in a model */
+    CODES,   /* every code there is, NaN excepted; NVFP4: every code with every scale */
+    SMALL,   /* subnormal and boundary codes and scales */
+    OUTLIER, /* one x in each row a million times the others */
+    ZERO,    /* x all zero */
+    NAN_ROW, /* NaN in row 1 of x, infinity in row 2 */
     N_REGIME
 } regime;
 
-typedef enum breakage { SOUND, NIBBLES, FACTOR, GROUP_SCALE, COLUMN, ROW_SCALE, BLOCK_ROW, ROUNDING, N_BREAKAGE } breakage;
+typedef enum breakage {
+    SOUND,
+    NIBBLES,
+    FACTOR,
+    GROUP_SCALE,
+    COLUMN,
+    ROW_SCALE,
+    BLOCK_ROW,
+    ROUNDING,
+    N_BREAKAGE
+} breakage;
 
 enum {
-    P_FORMAT, P_PRECISION, P_PHASE, P_T, P_N, P_K, P_SLICES, P_RANGES, P_ROW0, P_ROW1 = P_ROW0 + 3, P_COL0 = P_ROW1 + 3,
-    P_FULL_N, P_FULL_K, P_SCALE_DTYPE, P_REGIME, P_BREAK
+    P_FORMAT,
+    P_PRECISION,
+    P_PHASE,
+    P_T,
+    P_N,
+    P_K,
+    P_SLICES,
+    P_RANGES,
+    P_ROW0,
+    P_ROW1 = P_ROW0 + 3,
+    P_COL0 = P_ROW1 + 3,
+    P_FULL_N,
+    P_FULL_K,
+    P_SCALE_DTYPE,
+    P_REGIME,
+    P_BREAK,
+    P_PAD_X,
+    P_PAD_Y
 };
-
-enum { PAD_X = 5, PAD_Y = 3 };
 
 /* A cut of a matrix. */
 typedef struct shape {
@@ -37,13 +61,14 @@ typedef struct shape {
 
 static const char *const precision_name[] = {"auto", "exact", "bf16", "fp8"};
 static const char *const regime_name[N_REGIME] = {"normal", "codes", "small", "outlier", "zero", "nan"};
-static const char *const break_name[N_BREAKAGE] = {"",         "nibbles",  "factor",    "groupscale",
-                                                   "column",   "rowscale", "blockrow",  "rounding"};
+static const char *const break_name[N_BREAKAGE] = {"",       "nibbles",  "factor",   "groupscale",
+                                                   "column", "rowscale", "blockrow", "rounding"};
 
 static bool has_factor(int32_t f) { return f == QL_FORMAT_FP8_TENSOR || f == QL_FORMAT_NVFP4; }
 static bool is_fp8(int32_t f) { return f >= QL_FORMAT_FP8_CHANNEL && f <= QL_FORMAT_FP8_BLOCK; }
 
-static kc_case *add(kc_list *l, const shape *s, int32_t format, int32_t precision, int32_t t, regime reg, breakage broken) {
+static kc_case *add(kc_list *l, const shape *s, int32_t format, int32_t precision, int32_t t, regime reg,
+                    breakage broken) {
     int32_t n = 0, col0 = s->col0, k = s->k, full_k = s->full_k;
     for (int32_t i = 0; i < s->n_range; i++) {
         n += s->row[2 * i + 1] - s->row[2 * i];
@@ -56,11 +81,13 @@ static kc_case *add(kc_list *l, const shape *s, int32_t format, int32_t precisio
     static const ql_dtype scale_dtypes[] = {QL_DTYPE_BF16, QL_DTYPE_F32, QL_DTYPE_F16};
     ql_dtype scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : scale_dtypes[(t + format + s->slices) % 3];
     int32_t phase = t > 3 ? QL_PHASE_PROMPT : QL_PHASE_GEN;
-    kc_case *c = kc_add(l, "linear.%s.%s.%s.t%d.%s.%s%s%s", ql_qformat_name((ql_qformat)format), precision_name[precision],
-                        phase == QL_PHASE_GEN ? "gen" : "prompt", t, s->name, regime_name[reg], broken ? ".broken-" : "",
-                        break_name[broken]);
-    int32_t p[] = {format, precision, phase, t, n, k, s->slices, s->n_range, s->row[0], s->row[2], s->row[4], s->row[1],
-                   s->row[3], s->row[5], col0, s->full_n, full_k, (int32_t)scale_dtype, (int32_t)reg, (int32_t)broken};
+    kc_case *c = kc_add(l, "linear.%s.%s.%s.t%d.%s.%s%s%s", ql_qformat_name((ql_qformat)format),
+                        precision_name[precision], phase == QL_PHASE_GEN ? "gen" : "prompt", t, s->name,
+                        regime_name[reg], broken ? ".broken-" : "", break_name[broken]);
+    int32_t p[] = {format,       precision,       phase,     t,         n,         k,
+                   s->slices,    s->n_range,      s->row[0], s->row[2], s->row[4], s->row[1],
+                   s->row[3],    s->row[5],       col0,      s->full_n, full_k,    (int32_t)scale_dtype,
+                   (int32_t)reg, (int32_t)broken, 5,         3};
     memcpy(c->p, p, sizeof p);
     c->must_fail = broken != SOUND;
     c->rows = t;
@@ -87,15 +114,22 @@ static const shape prompt_shapes[] = {
     {"down.n512.k17408.s8", 5120, 17408, 8, 0, 17408, 1, {512, 1024}},
 };
 
+/* As an engine calls it: rows without padding. */
+static void add_long(kc_list *l, const shape *s, int32_t format, int32_t precision, int32_t t) {
+    kc_case *c = add(l, s, format, precision, t, NORMAL, SOUND);
+    c->is_long = true;
+    c->p[P_PAD_X] = c->p[P_PAD_Y] = 0;
+}
+
 static void list(kc_list *l) {
     static const int32_t rows[] = {1, 2, 3, 16, 65};
     static const shape shapes[] = {
         {"n1.k1", 1, 1, 1, 0, 1, 1, {0, 1}},
         {"n7.k37", 7, 37, 1, 0, 37, 1, {0, 7}},
         {"n33.k256.s4", 33, 256, 4, 0, 256, 1, {0, 33}},
-        {"n10.k640.s8", 10, 640, 8, 0, 640, 1, {0, 10}},                         /* slices of 80: inside blocks */
-        {"n64.k400.s2.cut", 300, 700, 2, 80, 400, 1, {100, 164}},                 /* slices of 200: no whole vectors */
-        {"n64.k480.s2.cut", 300, 704, 2, 80, 480, 1, {100, 164}},                 /* blocks ragged on all four sides */
+        {"n10.k640.s8", 10, 640, 8, 0, 640, 1, {0, 10}},          /* slices of 80: inside blocks */
+        {"n64.k400.s2.cut", 300, 700, 2, 80, 400, 1, {100, 164}}, /* slices of 200: no whole vectors */
+        {"n64.k480.s2.cut", 300, 704, 2, 80, 480, 1, {100, 164}}, /* blocks ragged on all four sides */
         {"n344.k272.s1.ranges", 600, 272, 1, 0, 272, 3, {0, 128, 256, 384, 512, 600}},
         {"n9.k203.cut", 20, 211, 1, 3, 203, 1, {7, 16}},
     };
@@ -130,12 +164,12 @@ static void list(kc_list *l) {
 
     for (int32_t f = 0; f < QL_FORMAT_COUNT; f++) {
         for (size_t s = 0; s < sizeof model_shapes / sizeof *model_shapes; s++) {
-            add(l, &model_shapes[s], f, QL_PREC_EXACT, 1, NORMAL, SOUND)->is_long = true;
-            add(l, &model_shapes[s], f, QL_PREC_EXACT, 3, NORMAL, SOUND)->is_long = true;
+            add_long(l, &model_shapes[s], f, QL_PREC_EXACT, 1);
+            add_long(l, &model_shapes[s], f, QL_PREC_EXACT, 3);
         }
         for (size_t s = 0; s < sizeof prompt_shapes / sizeof *prompt_shapes; s++) {
             for (int32_t p = QL_PREC_EXACT; p <= QL_PREC_FP8; p++) {
-                add(l, &prompt_shapes[s], f, p, 64, NORMAL, SOUND)->is_long = true;
+                add_long(l, &prompt_shapes[s], f, p, 64);
             }
         }
     }
@@ -247,8 +281,9 @@ static void fill_scales(kc_run *run, matrix *m, uint8_t *p) {
     if (m->src.format == QL_FORMAT_NVFP4) {
         static const uint8_t small[] = {0x00, 0x01, 0x07, 0x08, 0x7e};
         for (uint64_t i = 0; i < m->scale_bytes; i++) {
-            p[i] = reg == CODES ? (uint8_t)(i / (uint64_t)(m->src.full_k / 16) % 127)
-                   : reg == SMALL ? small[kc_below(run, 5)] : (uint8_t)(0x20 + kc_below(run, 0x58));
+            p[i] = reg == CODES   ? (uint8_t)(i / (uint64_t)(m->src.full_k / 16) % 127)
+                   : reg == SMALL ? small[kc_below(run, 5)]
+                                  : (uint8_t)(0x20 + kc_below(run, 0x58));
         }
         return;
     }
@@ -297,7 +332,7 @@ enum { X, Y };
 
 static void make(kc_run *run) {
     const int32_t *p = run->c->p;
-    int64_t t = p[P_T], n = p[P_N], k = p[P_K], ldx = k + PAD_X, ldy = n + PAD_Y;
+    int64_t t = p[P_T], n = p[P_N], k = p[P_K], ldx = k + p[P_PAD_X], ldy = n + p[P_PAD_Y];
     ql_qformat format = (ql_qformat)p[P_FORMAT];
     ql_weight_src src = {
         .module = run->c->name,
@@ -365,7 +400,7 @@ static void make(kc_run *run) {
 
 static ql_status call(kc_run *run, int32_t row0, int32_t n_row) {
     const int32_t *p = run->c->p;
-    int64_t ldx = p[P_K] + PAD_X, ldy = p[P_N] + PAD_Y;
+    int64_t ldx = p[P_K] + p[P_PAD_X], ldy = p[P_N] + p[P_PAD_Y];
     ql_linear_args a = {
         .w = &run->weight[0],
         .x = (const float *)run->buf[X].dev + row0 * ldx,
@@ -439,7 +474,7 @@ static void oracle_x(const int32_t *p, const float *x, double *out) {
 static void oracle(kc_run *run) {
     const int32_t *p = run->c->p;
     const matrix *m = run->user;
-    int64_t n = p[P_N], k = p[P_K], ldx = k + PAD_X, ldy = n + PAD_Y;
+    int64_t n = p[P_N], k = p[P_K], ldx = k + p[P_PAD_X], ldy = n + p[P_PAD_Y];
     double *want = kc_want(&run->buf[Y]), *tol = kc_tol(&run->buf[Y]);
     double *x = malloc(sizeof(double) * (size_t)(p[P_T] * k + 1)), *w = malloc(sizeof(double) * (size_t)k);
     double products = (double)(k / p[P_SLICES]) / 16 + 1, bound = (products * 1.125 + 12) * 0x1p-24;
@@ -490,7 +525,7 @@ static bool check_lanes(kc_run *run, int32_t n_lane) {
     const int32_t *p = run->c->p;
     const matrix *m = run->user;
     const ql_ops *ops = run->dev->ops;
-    int64_t ldx = p[P_K] + PAD_X, count = (int64_t)p[P_T] * p[P_N];
+    int64_t ldx = p[P_K] + p[P_PAD_X], count = (int64_t)p[P_T] * p[P_N];
     int32_t k = p[P_K] / n_lane;
     float *sum[8] = {NULL};
     void *y = NULL;
@@ -531,9 +566,10 @@ static bool check_lanes(kc_run *run, int32_t n_lane) {
     }
     const float *whole = run->buf[Y].got;
     for (int64_t i = 0; i < count && good; i++) {
-        float a = sum[0][i], b = whole[i / p[P_N] * (p[P_N] + PAD_Y) + i % p[P_N]];
+        float a = sum[0][i], b = whole[i / p[P_N] * (p[P_N] + p[P_PAD_Y]) + i % p[P_N]];
         if (memcmp(&a, &b, 4) != 0 && (a == a || b == b)) {
-            kc_fail(run, "%d lanes add up to y[%lld] = %.9g, one lane has %.9g", n_lane, (long long)i, (double)a, (double)b);
+            kc_fail(run, "%d lanes add up to y[%lld] = %.9g, one lane has %.9g", n_lane, (long long)i, (double)a,
+                    (double)b);
             good = false;
         }
     }

@@ -25,8 +25,8 @@ static const struct {
     float temperature, top_p, min_p;
     int32_t top_k;
 } filters[] = {
-    {0, 1, 0, 0},         {1, 1, 0, 0},      {0.7f, 0.9f, 0, 0}, {1, 1, 0, 5},     {1, 1, 0.1f, 0},    {1, 1e-6f, 0, 0},
-    {1, 1, 1, 0},         {1, 1, 0, 1},      {1e-3f, 1, 0, 0},   {100, 1, 0, 0},   {2, 0.5f, 0.05f, 8}, {1, 0.999f, 0, 1000000},
+    {0, 1, 0, 0}, {1, 1, 0, 0}, {0.7f, 0.9f, 0, 0}, {1, 1, 0, 5},   {1, 1, 0.1f, 0},     {1, 1e-6f, 0, 0},
+    {1, 1, 1, 0}, {1, 1, 0, 1}, {1e-3f, 1, 0, 0},   {100, 1, 0, 0}, {2, 0.5f, 0.05f, 8}, {1, 0.999f, 0, 1000000},
 };
 enum { N_FILTER = sizeof filters / sizeof *filters };
 
@@ -40,8 +40,8 @@ static int32_t range_begin(int32_t vocab, int32_t lane, int32_t n_lane) {
 
 static kc_case *add(kc_list *l, op o, int32_t t, int32_t vocab, int32_t lane, int32_t n_lane, int32_t k, int32_t k_cap,
                     regime reg, mask m, int32_t penalty, int32_t filter) {
-    kc_case *c = kc_add(l, "sample.%s.t%d.v%d.lane%dof%d.k%d.cap%d.%s%s%s.f%d", op_name[o], t, vocab, lane, n_lane, k, k_cap,
-                        regime_name[reg], mask_name[m], penalty ? ".penalty" : "", filter);
+    kc_case *c = kc_add(l, "sample.%s.t%d.v%d.lane%dof%d.k%d.cap%d.%s%s%s.f%d", op_name[o], t, vocab, lane, n_lane, k,
+                        k_cap, regime_name[reg], mask_name[m], penalty ? ".penalty" : "", filter);
     int32_t valid = vocab > 40 ? vocab - 5 : vocab;
     int32_t p[] = {(int32_t)o, t, vocab, lane, n_lane, k, k_cap, valid, (int32_t)m, penalty, (int32_t)reg, filter};
     memcpy(c->p, p, sizeof p);
@@ -236,7 +236,9 @@ static void probabilities(const ql_sample_row *row, const ql_candidate *c, int32
     double total = 0, sum = 0, kept = 0;
     n = row->k < n ? row->k : n;
     for (int32_t i = 0; i < n; i++) {
-        w[i] = row->top_k > 0 && i >= row->top_k ? 0 : exp(((double)c[i].key - (double)c[0].key) / (double)row->temperature);
+        w[i] = row->top_k > 0 && i >= row->top_k
+                   ? 0
+                   : exp(((double)c[i].key - (double)c[0].key) / (double)row->temperature);
         total += w[i];
     }
     for (int32_t i = 0; i < n; i++) {
@@ -265,7 +267,8 @@ static void oracle_topk(kc_run *run, int32_t r, const ql_candidate *best, int32_
             return;
         }
     }
-    double *want = kc_want(&run->buf[STAT]) + (int64_t)r * 2 * ranges, *tol = kc_tol(&run->buf[STAT]) + (int64_t)r * 2 * ranges;
+    double *want = kc_want(&run->buf[STAT]) + (int64_t)r * 2 * ranges,
+           *tol = kc_tol(&run->buf[STAT]) + (int64_t)r * 2 * ranges;
     for (int32_t i = 0; i < ranges; i++) {
         int32_t b = range_begin(p[P_VOCAB], p[P_LANE] * ranges + i, 8) - vocab0;
         int32_t e = range_begin(p[P_VOCAB], p[P_LANE] * ranges + i + 1, 8) - vocab0;
@@ -392,7 +395,8 @@ static void check_lanes(kc_run *run, int32_t n_lane) {
         const int32_t *id1 = run->buf[ID].got;
         const float *logprob1 = run->buf[LOGPROB].got;
         for (int32_t r = 0; r < t; r++) {
-            bool same = memcmp(&logprob[r], &logprob1[r], 4) == 0 || (logprob[r] != logprob[r] && logprob1[r] != logprob1[r]);
+            bool same =
+                memcmp(&logprob[r], &logprob1[r], 4) == 0 || (logprob[r] != logprob[r] && logprob1[r] != logprob1[r]);
             if (id[r] != id1[r] || !same) {
                 kc_fail(run, "row %d: %d lanes give id %d (%.9g), one gives %d (%.9g)", r, n_lane, id[r],
                         (double)logprob[r], id1[r], (double)logprob1[r]);
