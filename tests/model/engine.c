@@ -1,8 +1,10 @@
-/* The engine as a host program sees it, on the public header alone: events, cancellation, many threads, what is given
- * back, finish reasons, stop strings, and every refusal with its message.
+/* The engine as a host program sees it: events, cancellation, many threads, what is given back, finish reasons, stop
+ * strings, and every refusal with its message.
  *
  * cmocka's checks leave a test by longjmp, so threads and callbacks only record; the main thread judges.
  */
+#include "runtime/engine/test_hooks.h"
+#include "runtime/text/text.h"
 #include "tests/model/common.h"
 
 #include <dirent.h>
@@ -38,6 +40,7 @@ typedef struct seen {
     int32_t n_end; /* atomic */
     ql_finish finish;
     bool failed;   /* END carried an error */
+    int32_t split; /* events whose text is no UTF-8 on its own */
     bool disorder; /* an event that may not come where it came */
     ql_request_id request;
 } seen;
@@ -47,6 +50,7 @@ static void add_text(seen *s, const ql_event *e) {
         s->disorder = true;
         return;
     }
+    s->split += ql_utf8_invalid_at(e->text, e->text_bytes) != e->text_bytes;
     memcpy(s->text + s->n_text, e->text, e->text_bytes);
     s->n_text += e->text_bytes;
 }
@@ -649,21 +653,52 @@ static void stop_strings(void **state) {
         ql_result_free(res);
     }
     ql_result_free(whole);
-
-    /* the emoji takes several tokens: no event may carry a part of it */
-    ql_request r =
-        ask("<|im_start|>user\nShow me the rocket emoji.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", 0);
-    seen s = {0};
-    ql_result *res = ql_test_wait(engine, submit_seen(engine, &r, &s));
-    check_seen(&s, res);
-    assert_string_equal(res->text, "Here is the rocket: \xf0\x9f\x9a\x80");
-    int32_t n = res->n_ids;
-    ql_result_free(res);
-    r.max_new = n - 2; /* cut inside it: the held bytes come out once, as U+FFFD */
-    res = ql_test_generate(engine, &r);
-    assert_string_equal(res->text, "Here is the rocket: \xef\xbf\xbd");
-    ql_result_free(res);
     ql_engine_close(&engine);
+}
+
+/* Characters that take several ids, forced upon the model: no event may carry a part of one, and what a cut leaves of
+ * one comes out once, as U+FFFD. */
+static void split_characters(void **state) {
+    (void)state;
+    static const char text[] = "x\xf0\x9f\x98\x80\xed\x95\x9c\xea\xb5\xad y\xc4\x8f";
+    static const size_t ends[] = {1, 5, 8, 11, 12, 13, 15}; /* of the characters */
+    ql_options o = ql_test_options(tiny(), 1);
+    ql_engine *engine = ql_test_open(&o);
+    int32_t *ids = NULL, n = 0;
+    assert_int_equal(ql_tokenizer_encode(ql_engine_tokenizer(engine), text, sizeof text - 1, &ids, &n, NULL), QL_OK);
+    ql_engine_close(&engine);
+    assert_true(n > 10);
+    const ql_test_hooks hooks = {.force_ids = ids, .n_force = n};
+    assert_int_equal(ql_engine_open_hooked(&engine, &o, &hooks, NULL), QL_OK);
+    int32_t n_cut = 0;
+    for (int32_t k = 1; k <= n; k++) {
+        char *raw = NULL;
+        size_t raw_bytes = 0, whole = 0;
+        assert_int_equal(ql_tokenizer_decode(ql_engine_tokenizer(engine), ids, k, 0, &raw, &raw_bytes, NULL), QL_OK);
+        seen s = {0};
+        ql_request r = ask("The", k);
+        ql_result *res = ql_test_wait(engine, submit_seen(engine, &r, &s));
+        check_seen(&s, res);
+        assert_int_equal(s.split, 0);
+        assert_string_equal(res->text, raw);
+        while (whole < res->text_bytes && whole < sizeof text - 1 && res->text[whole] == text[whole]) {
+            whole++;
+        }
+        if (whole < res->text_bytes) { /* ends inside a character */
+            assert_string_equal(res->text + whole, "\xef\xbf\xbd");
+            n_cut++;
+        }
+        bool at_end = false;
+        for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+            at_end |= whole == ends[i];
+        }
+        assert_true(whole == 0 || at_end);
+        free(raw);
+        ql_result_free(res);
+    }
+    assert_true(n_cut >= 4);
+    ql_engine_close(&engine);
+    free(ids);
 }
 
 /* ---- refusals ----------------------------------------------------------------------------------------------------- */
@@ -891,6 +926,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(log_progress_and_stats),
         cmocka_unit_test(finish_reasons),
         cmocka_unit_test(stop_strings),
+        cmocka_unit_test(split_characters),
         cmocka_unit_test(bad_requests),
         cmocka_unit_test(bad_options),
     };
