@@ -61,6 +61,13 @@ ql_status ql_buf_printf(ql_buf *buf, ql_error *err, const char *fmt, ...) {
     return QL_OK;
 }
 
+void ql_buf_clear(ql_buf *buf) {
+    buf->len = 0;
+    if (buf->data) {
+        buf->data[0] = 0;
+    }
+}
+
 void ql_buf_drop(ql_buf *buf, size_t n) {
     if (n) {
         memmove(buf->data, buf->data + n, buf->len - n + 1);

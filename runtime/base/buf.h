@@ -21,6 +21,9 @@ ql_status ql_buf_printf(ql_buf *buf, ql_error *err, const char *fmt, ...) QL_PRI
 /* Room for n more bytes, so that adding them cannot fail. */
 ql_status ql_buf_reserve(ql_buf *buf, size_t n, ql_error *err);
 
+/* Empties the buffer, keeping its memory. */
+void ql_buf_clear(ql_buf *buf);
+
 /* Removes the first n bytes. */
 void ql_buf_drop(ql_buf *buf, size_t n);
 

@@ -76,8 +76,8 @@ static ql_status plan(ql_engine *e, ql_error *err) {
         int32_t wanted = e->ctx ? e->ctx : QL_PAGE;
         uint64_t need = ql_plan_largest_lane(e->ckpt, o, &e->devices, wanted);
         return ql_fail(err, QL_ERR_MEMORY,
-                       "a lane needs %.2f GiB for %d sequences of %d tokens and may use %.2f GiB; the largest context that fits is %d",
-                       (double)need / 0x1p30, o->max_seqs, wanted, (double)mem / 0x1p30, fits);
+                       "a lane needs %.1f MiB for %d sequences of %d tokens and may use %.1f MiB; the largest context that fits is %d",
+                       (double)need / 0x1p20, o->max_seqs, wanted, (double)mem / 0x1p20, fits);
     }
     e->limits = ql_limits_of(o, e->devices.kind, e->ctx);
     return QL_OK;

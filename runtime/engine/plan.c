@@ -27,10 +27,10 @@ ql_status ql_options_check(const ql_options *o, const ql_config *config, bool ha
     if (o->chunk % QL_PAGE != 0) {
         return ql_fail(err, QL_ERR_USAGE, "chunk is %d; accepted are multiples of %d", o->chunk, QL_PAGE);
     }
-    QL_TRY(check_range("device", o->device, QL_DEVICE_AUTO, QL_DEVICE_CUDA, err));
-    QL_TRY(check_range("kv", o->kv, QL_KV_F16, QL_KV_FP8, err));
-    QL_TRY(check_range("prompt_precision", o->prompt_precision, QL_PREC_AUTO, QL_PREC_FP8, err));
-    QL_TRY(check_range("gen_precision", o->gen_precision, QL_PREC_AUTO, QL_PREC_FP8, err));
+    QL_TRY(check_range("device", (int32_t)o->device, QL_DEVICE_AUTO, QL_DEVICE_CUDA, err));
+    QL_TRY(check_range("kv", (int32_t)o->kv, QL_KV_F16, QL_KV_FP8, err));
+    QL_TRY(check_range("prompt_precision", (int32_t)o->prompt_precision, QL_PREC_AUTO, QL_PREC_FP8, err));
+    QL_TRY(check_range("gen_precision", (int32_t)o->gen_precision, QL_PREC_AUTO, QL_PREC_FP8, err));
     QL_TRY(check_range("wait_ms", o->wait_ms, 1, 86400000, err));
     QL_TRY(check_range("init_ms", o->init_ms, 1, 86400000, err));
     if (o->mtp && !has_mtp) {

@@ -35,7 +35,9 @@ static ql_status check_real(const char *what, float v, double min, double max, q
 
 static ql_status check_sampling(const ql_sampling *s, ql_error *err) {
     QL_TRY(check_real("temperature", s->temperature, 0, 100, err));
-    QL_TRY(check_real("top_p", s->top_p, 1e-6, 1, err));
+    if (!(s->top_p > 0 && s->top_p <= 1)) {
+        return ql_fail(err, QL_ERR_USAGE, "top_p is %g; accepted are values above 0 up to 1", (double)s->top_p);
+    }
     QL_TRY(check_real("min_p", s->min_p, 0, 1, err));
     QL_TRY(check_real("repetition_penalty", s->repetition_penalty, 1e-3, 1e3, err));
     QL_TRY(check_real("presence_penalty", s->presence_penalty, -2, 2, err));
@@ -229,13 +231,13 @@ ql_status ql_seq_accept(ql_seq *seq, const ql_engine *e, int32_t id, float logpr
     if (seq->seen) {
         see(seq, id, 1);
     }
-    seq->out.len = 0;
+    ql_buf_clear(&seq->out);
     if (!seq->ignore_eos && is_eos(&e->ckpt->config, id)) {
         seq->finish = QL_FINISH_EOS;
         return QL_OK;
     }
     if (seq->has_text) {
-        seq->piece.len = 0;
+        ql_buf_clear(&seq->piece);
         QL_TRY(ql_detok_push(&seq->detok, id, &seq->piece, err));
         QL_TRY(ql_stop_push(&seq->stop, seq->piece.data, seq->piece.len, &seq->out, err));
         QL_TRY(ql_buf_add(&seq->text, seq->out.data, seq->out.len, err));
@@ -249,11 +251,11 @@ ql_status ql_seq_accept(ql_seq *seq, const ql_engine *e, int32_t id, float logpr
 }
 
 ql_status ql_seq_flush(ql_seq *seq, ql_error *err) {
-    seq->out.len = 0;
+    ql_buf_clear(&seq->out);
     if (!seq->has_text) {
         return QL_OK;
     }
-    seq->piece.len = 0;
+    ql_buf_clear(&seq->piece);
     QL_TRY(ql_detok_flush(&seq->detok, &seq->piece, err));
     QL_TRY(ql_stop_push(&seq->stop, seq->piece.data, seq->piece.len, &seq->out, err));
     QL_TRY(ql_stop_flush(&seq->stop, &seq->out, err));

@@ -137,6 +137,16 @@ static ql_status load_vector(ql_model *m, const ql_tensor *t, ql_part part, floa
     return status;
 }
 
+/* Host to device in pieces, each a sign of life: a cold disk may take long over a whole table. */
+static ql_status copy_in(ql_dev *dev, void *dst, const uint8_t *src, size_t bytes) {
+    const size_t piece = (size_t)16 << 20;
+    for (size_t at = 0; at < bytes; at += piece) {
+        ql_dev_count(&dev->progress, 1);
+        QL_TRY(dev->ops->h2d(dev, (uint8_t *)dst + at, src + at, bytes - at < piece ? bytes - at : piece));
+    }
+    return dev->ops->sync(dev);
+}
+
 static ql_status load_embedding(ql_model *m) {
     const ql_tensor *t = m->ckpt->embed;
     ql_dev *dev = m->dev;
@@ -144,9 +154,7 @@ static ql_status load_embedding(ql_model *m) {
     size_t bytes = (size_t)(m->shard.vocab1 - m->shard.vocab0) * row;
     const uint8_t *src = t->data + (size_t)m->shard.vocab0 * row;
     QL_TRY(dev->ops->alloc(dev, bytes, t->name, &m->embed));
-    ql_dev_count(&dev->progress, 1);
-    QL_TRY(dev->ops->h2d(dev, m->embed, src, bytes));
-    QL_TRY(dev->ops->sync(dev));
+    QL_TRY(copy_in(dev, m->embed, src, bytes));
     if (m->limits.verify) {
         void *back = NULL;
         QL_TRY(ql_alloc(dev->mem, bytes, 1, "reading the embedding back", &back, dev->err));
