@@ -179,6 +179,10 @@ static void set_config(model *m, const char *key, json_t *value) {
 }
 
 static json_t *quantization(model *m) { return json_object_get(m->config, "quantization_config"); }
+static json_t *targets(model *m, const char *group) {
+    json_t *groups = json_object_get(quantization(m), "config_groups");
+    return json_object_get(json_object_get(groups, group), "targets");
+}
 
 /* Writes into an empty folder. */
 static void write_model(model *m) {
@@ -242,6 +246,14 @@ static void refused(model *m, const char *a, const char *b) {
     write_model(m);
     free_model(m);
     folder_refused(a, b);
+}
+
+/* One tensor of another shape or dtype is enough to be refused in these words. */
+static void reshaped_refused(const char *dir, const char *name, ql_dtype dtype, int rank, int64_t n, int64_t k,
+                             const char *a, const char *b) {
+    model m = load_model(dir);
+    reshape(&m, name, dtype, rank, n, k);
+    refused(&m, a, b);
 }
 
 static ql_checkpoint *opened(model *m) {
@@ -695,23 +707,19 @@ static void test_scale_dtypes(void **state) {
         assert_int_equal(c->layer[0].up.format, QL_FORMAT_FP8_BLOCK);
         ql_checkpoint_close(&c);
     }
-    model m = load_model(mixed);
-    reshape(&m, "lm_head.weight_scale", QL_DTYPE_F8_E8M0, 2, 512, 1);
-    refused(&m, "\"lm_head.weight_scale\" is F8_E8M0", "BF16, F16 and F32");
-    m = load_model(mixed);
-    reshape(&m, P "layers.0.mlp.up_proj.weight_scale", QL_DTYPE_U8, 2, 256, 8);
-    refused(&m, "up_proj.weight_scale\" is U8", "F8_E4M3");
-    m = load_model(mixed);
-    reshape(&m, P "layers.0.mlp.up_proj.weight_global_scale", QL_DTYPE_F32, 1, 2, 0);
-    refused(&m, "weight_global_scale\" is F32 [2]", "one number");
+    reshaped_refused(mixed, "lm_head.weight_scale", QL_DTYPE_F8_E8M0, 2, 512, 1, "\"lm_head.weight_scale\" is F8_E8M0",
+                     "BF16, F16 and F32");
+    reshaped_refused(mixed, P "layers.0.mlp.up_proj.weight_scale", QL_DTYPE_U8, 2, 256, 8,
+                     "up_proj.weight_scale\" is U8", "F8_E4M3");
+    reshaped_refused(mixed, P "layers.0.mlp.up_proj.weight_global_scale", QL_DTYPE_F32, 1, 2, 0,
+                     "weight_global_scale\" is F32 [2]", "one number");
 }
 
 /* FP8 per tensor, per row and per block, NVFP4 of both namings and plain weights in one file. */
 static void test_formats_mix_freely(void **state) {
     (void)state;
     model m = load_model(mixed);
-    json_t *groups = json_object_get(quantization(&m), "config_groups");
-    json_array_append_new(json_object_get(json_object_get(groups, "group_1"), "targets"), json_string("re:.*o_proj$"));
+    json_array_append_new(targets(&m, "group_1"), json_string("re:.*o_proj$"));
     reshape(&m, P "layers.3.self_attn.q_proj.weight_scale", QL_DTYPE_F32, 0, 0, 0);
     drop(&m, P "layers.3.self_attn.k_proj.weight_scale");
     add(&m, P "layers.3.self_attn.k_proj.weight_scale_inv", QL_DTYPE_BF16, 2, 4, 1);
@@ -797,9 +805,8 @@ static void test_another_format_than_the_configuration_says(void **state) {
     (void)state;
     /* a lost group: the tail's FP8 MLP falls to the NVFP4 group */
     model m = load_model(mixed);
-    json_t *targets =
-        json_object_get(json_object_get(json_object_get(quantization(&m), "config_groups"), "group_0"), "targets");
-    json_array_remove(targets, json_array_size(targets) - 1);
+    json_t *fp8 = targets(&m, "group_0");
+    json_array_remove(fp8, json_array_size(fp8) - 1);
     refused(&m, "layers.7.mlp.gate_proj.weight\" is stored as fp8-channel", "says nvfp4");
     m = load_model(modelopt);
     json_object_set_new(quantization(&m), "quant_algo", json_string("FP8"));
@@ -812,13 +819,8 @@ static void test_head_in_every_format(void **state) {
         model m = load_model(mixed);
         const bool nvfp4 = format == QL_FORMAT_NVFP4;
         if (nvfp4) {
-            json_t *targets = json_object_get(
-                json_object_get(json_object_get(quantization(&m), "config_groups"), "group_0"), "targets");
-            json_array_set_new(targets, 2, json_string("re:nothing"));
-            json_array_append_new(
-                json_object_get(json_object_get(json_object_get(quantization(&m), "config_groups"), "group_1"),
-                                "targets"),
-                json_string("lm_head"));
+            json_array_set_new(targets(&m, "group_0"), 2, json_string("re:nothing"));
+            json_array_append_new(targets(&m, "group_1"), json_string("lm_head"));
         }
         make_plain(&m, "lm_head", 512, 128);
         const ql_dtype dtype = nvfp4                      ? QL_DTYPE_U8
@@ -869,9 +871,8 @@ static void test_shapes_are_told_twice(void **state) {
         {mixed, "lm_head.weight", QL_DTYPE_F8_E4M3, 2, 512, 64, "[512, 64]", "needs [512, 128]"},
     };
     for (size_t i = 0; i < LEN(cases); i++) {
-        model m = load_model(cases[i].dir);
-        reshape(&m, cases[i].name, cases[i].dtype, cases[i].rank, cases[i].n, cases[i].k);
-        refused(&m, cases[i].a, cases[i].b);
+        reshaped_refused(cases[i].dir, cases[i].name, cases[i].dtype, cases[i].rank, cases[i].n, cases[i].k, cases[i].a,
+                         cases[i].b);
     }
 }
 
@@ -892,23 +893,18 @@ static void test_dtypes(void **state) {
         assert_int_equal(c->layer[0].in_b.weight->dtype, plain[(i + 1) % 3]);
         ql_checkpoint_close(&c);
     }
-    model m = load_model(bf16);
-    reshape(&m, small[0], QL_DTYPE_I32, 1, 4, 0);
-    refused(&m, "A_log\" is I32", "BF16, F16 and F32");
-    m = load_model(bf16);
-    reshape(&m, P "layers.0.mlp.up_proj.weight", QL_DTYPE_F8_E5M2, 2, 256, 128);
-    refused(&m, "up_proj.weight\" is F8_E5M2", "F8_E4M3 and U8 (nvfp4)");
-    m = load_model(mixed);
-    reshape(&m, P "layers.0.mlp.up_proj.weight_packed", QL_DTYPE_I32, 2, 256, 16);
-    refused(&m, "weight_packed\" is I32", "accepted is U8");
+    reshaped_refused(bf16, small[0], QL_DTYPE_I32, 1, 4, 0, "A_log\" is I32", "BF16, F16 and F32");
+    reshaped_refused(bf16, P "layers.0.mlp.up_proj.weight", QL_DTYPE_F8_E5M2, 2, 256, 128,
+                     "up_proj.weight\" is F8_E5M2", "F8_E4M3 and U8 (nvfp4)");
+    reshaped_refused(mixed, P "layers.0.mlp.up_proj.weight_packed", QL_DTYPE_I32, 2, 256, 16, "weight_packed\" is I32",
+                     "accepted is U8");
 }
 
 static void test_embedding_must_be_plain(void **state) {
     (void)state;
+    reshaped_refused(mixed, P "embed_tokens.weight", QL_DTYPE_F8_E4M3, 2, 512, 128, "embed_tokens.weight\" is F8_E4M3",
+                     "BF16, F16 and F32");
     model m = load_model(mixed);
-    reshape(&m, P "embed_tokens.weight", QL_DTYPE_F8_E4M3, 2, 512, 128);
-    refused(&m, "embed_tokens.weight\" is F8_E4M3", "BF16, F16 and F32");
-    m = load_model(mixed);
     rename_to(&m, P "embed_tokens.weight", P "embed_tokens.weight_packed");
     refused(&m, "quantized embedding", "plain one");
 }

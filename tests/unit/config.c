@@ -1,6 +1,7 @@
 /* config.json in its dialects, and every value that is refused, by name, value and what is accepted. */
 #include "loader/config.h"
 
+#include "tests/json.h"
 #include "tests/stfile.h"
 
 #include <stdio.h>
@@ -30,28 +31,13 @@ static const char nested_text[] =
     "'mtp_use_dedicated_embeddings':false,'bos_token_id':null,'eos_token_id':248044,'pad_token_id':null,"
     "'mlp_only_layers':[]}}";
 
-/* JSON written with single quotes. */
-static json_t *json_of(const char *text) {
-    char buffer[4096];
-    assert_true(strlen(text) < sizeof buffer);
-    size_t i = 0;
-    for (; text[i]; i++) {
-        buffer[i] = text[i] == '\'' ? '"' : text[i];
-    }
-    json_t *v = json_loadb(buffer, i, JSON_DECODE_ANY, NULL);
-    if (!v) {
-        fail_msg("test JSON is wrong: %s", text);
-    }
-    return v;
-}
-
-static json_t *nested(void) { return json_of(nested_text); }
+static json_t *nested(void) { return ql_test_json(nested_text); }
 
 /* The same model as a text-only export. */
 static json_t *flat(void) {
     json_t *root = nested(), *text = json_incref(json_object_get(root, "text_config"));
     json_decref(root);
-    json_object_set_new(text, "architectures", json_of("['Qwen3_5ForCausalLM']"));
+    json_object_set_new(text, "architectures", ql_test_json("['Qwen3_5ForCausalLM']"));
     return text;
 }
 
@@ -68,7 +54,7 @@ static json_t *with(json_t *root, const char *path, const char *value) {
         dot = strchr(path, '.');
     }
     if (value) {
-        json_object_set_new(obj, path, json_of(value));
+        json_object_set_new(obj, path, ql_test_json(value));
     } else {
         json_object_del(obj, path);
     }
@@ -100,6 +86,17 @@ static void refuse(json_t *root, const char *a, const char *b) {
     assert_contains(&err, a);
     assert_contains(&err, b);
     json_decref(root);
+}
+
+/* Changes of the nested model, each of which alone is refused in these words. */
+typedef struct refusal {
+    const char *path, *value, *a, *b;
+} refusal;
+
+static void refuse_each(const refusal *cases, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        refuse(with(nested(), cases[i].path, cases[i].value), cases[i].a, cases[i].b);
+    }
 }
 
 static void assert_is_27b(const ql_config *c) {
@@ -191,13 +188,15 @@ static void test_older_flat_rope(void **state) {
 
 static void test_rope_values(void **state) {
     (void)state;
-    refuse(with(nested(), "text_config.rope_parameters.mrope_section", "[11,11,11]"), "adds up to 32", "33");
-    refuse(with(nested(), "text_config.rope_parameters.rope_type", "'llama3'"), "\"llama3\" is not supported",
-           "\"yarn\"");
-    refuse(with(nested(), "text_config.rope_parameters.rope_theta", "0"), "rope_theta is 0", "accepted");
-    refuse(with(nested(), "text_config.rope_parameters.low_freq_factor", "1"), "low_freq_factor", "not supported");
-    refuse(with(nested(), "text_config.rope_parameters.partial_rotary_factor", "0.5"), "partial_rotary_factor is 0.25",
-           "rope_parameters says 0.5");
+    static const refusal cases[] = {
+        {"text_config.rope_parameters.mrope_section", "[11,11,11]", "adds up to 32", "33"},
+        {"text_config.rope_parameters.rope_type", "'llama3'", "\"llama3\" is not supported", "\"yarn\""},
+        {"text_config.rope_parameters.rope_theta", "0", "rope_theta is 0", "accepted"},
+        {"text_config.rope_parameters.low_freq_factor", "1", "low_freq_factor", "not supported"},
+        {"text_config.rope_parameters.partial_rotary_factor", "0.5", "partial_rotary_factor is 0.25",
+         "rope_parameters says 0.5"},
+    };
+    refuse_each(cases, LEN(cases));
     json_t *root = with(nested(), "text_config.rope_parameters.partial_rotary_factor", "0.0117");
     refuse(with(root, "text_config.partial_rotary_factor", NULL), "partial_rotary_factor 0.0117", "even");
     refuse(with(nested(), "text_config.rope_theta", "1000"), "rope_theta is 1000", "rope_parameters says 1e+07");
@@ -225,15 +224,16 @@ static void test_yarn_nested(void **state) {
 static void test_misplaced_rope_overrides(void **state) {
     (void)state;
     static const char yarn[] = "{'rope_type':'yarn','factor':4.0,'original_max_position_embeddings':262144}";
-    refuse(with(nested(), "rope_parameters", yarn), "rope_parameters at the top level", "text_config.rope_parameters");
-    refuse(with(nested(), "rope_scaling", yarn), "rope_scaling at the top level", "text_config.rope_parameters");
-    refuse(with(nested(), "rope_theta", "5000000"), "rope_theta at the top level", "text_config");
-    refuse(with(nested(), "yarn_factor", "4"), "yarn_factor at the top level", "text_config");
-    refuse(with(nested(), "text_config.rope_scaling", yarn), "yarn is accepted in rope_parameters only",
-           "rope_scaling");
-    refuse(with(nested(), "text_config.rope_type", "'yarn'"), "text_config.rope_type is misplaced", "rope_parameters");
-    refuse(with(nested(), "text_config.rope_factor", "4"), "text_config.rope_factor is misplaced or unknown",
-           "rope_parameters");
+    static const refusal cases[] = {
+        {"rope_parameters", yarn, "rope_parameters at the top level", "text_config.rope_parameters"},
+        {"rope_scaling", yarn, "rope_scaling at the top level", "text_config.rope_parameters"},
+        {"rope_theta", "5000000", "rope_theta at the top level", "text_config"},
+        {"yarn_factor", "4", "yarn_factor at the top level", "text_config"},
+        {"text_config.rope_scaling", yarn, "yarn is accepted in rope_parameters only", "rope_scaling"},
+        {"text_config.rope_type", "'yarn'", "text_config.rope_type is misplaced", "rope_parameters"},
+        {"text_config.rope_factor", "4", "text_config.rope_factor is misplaced or unknown", "rope_parameters"},
+    };
+    refuse_each(cases, LEN(cases));
     refuse(with(flat(), "factor", "4"), "factor is misplaced or unknown", "rope_parameters");
     refuse(with(flat(), "original_max_position_embeddings", "4"), "original_max_position_embeddings is misplaced",
            "rope");
@@ -246,9 +246,7 @@ static void test_misplaced_rope_overrides(void **state) {
 
 static void test_values_the_kernels_are_written_for(void **state) {
     (void)state;
-    static const struct {
-        const char *path, *value, *a, *b;
-    } cases[] = {
+    static const refusal cases[] = {
         {"text_config.head_dim", "128", "head_dim is 128", "accepted is 256"},
         {"text_config.linear_key_head_dim", "64", "linear_key_head_dim is 64", "accepted is 128"},
         {"text_config.linear_value_head_dim", "256", "linear_value_head_dim is 256", "accepted is 128"},
@@ -263,16 +261,12 @@ static void test_values_the_kernels_are_written_for(void **state) {
         {"text_config.mlp_only_layers", "[1]", "mlp_only_layers", "empty"},
         {"text_config.head_dim", "'256'", "head_dim", "integer"},
     };
-    for (size_t i = 0; i < LEN(cases); i++) {
-        refuse(with(nested(), cases[i].path, cases[i].value), cases[i].a, cases[i].b);
-    }
+    refuse_each(cases, LEN(cases));
 }
 
 static void test_sizes(void **state) {
     (void)state;
-    static const struct {
-        const char *path, *value, *a, *b;
-    } cases[] = {
+    static const refusal cases[] = {
         {"text_config.hidden_size", NULL, "hidden_size", "missing"},
         {"text_config.vocab_size", NULL, "vocab_size", "missing"},
         {"text_config.num_hidden_layers", "0", "num_hidden_layers is 0", "1 to 256"},
@@ -286,9 +280,7 @@ static void test_sizes(void **state) {
         {"text_config.rms_norm_eps", "0", "rms_norm_eps is 0", "accepted"},
         {"text_config", "[]", "text_config", "object"},
     };
-    for (size_t i = 0; i < LEN(cases); i++) {
-        refuse(with(nested(), cases[i].path, cases[i].value), cases[i].a, cases[i].b);
-    }
+    refuse_each(cases, LEN(cases));
 }
 
 static void test_slices(void **state) {
@@ -362,8 +354,9 @@ static void test_generation_config(void **state) {
     assert_false(c.do_sample);
     assert_true(c.temperature == 1 && c.top_p == 1 && c.top_k == 0);
 
-    write_json("generation_config.json", json_of("{'eos_token_id':[248046,248044],'do_sample':true,'temperature':0.6,"
-                                                 "'top_k':20,'top_p':0.95,'transformers_version':'5'}"));
+    write_json("generation_config.json",
+               ql_test_json("{'eos_token_id':[248046,248044],'do_sample':true,'temperature':0.6,"
+                            "'top_k':20,'top_p':0.95,'transformers_version':'5'}"));
     c = load(&q);
     assert_int_equal(c.n_eos, 2);
     assert_int_equal(c.eos[0], 248046);
@@ -371,7 +364,7 @@ static void test_generation_config(void **state) {
     assert_true(c.do_sample);
     assert_true(c.temperature == 0.6f && c.top_p == 0.95f && c.top_k == 20);
 
-    write_json("generation_config.json", json_of("{'eos_token_id':7}"));
+    write_json("generation_config.json", ql_test_json("{'eos_token_id':7}"));
     c = load(&q);
     assert_int_equal(c.n_eos, 1);
     assert_int_equal(c.eos[0], 7);
@@ -391,7 +384,7 @@ static void test_generation_config(void **state) {
         {"[]", "generation_config.json", "object"},
     };
     for (size_t i = 0; i < LEN(cases); i++) {
-        write_json("generation_config.json", json_of(cases[i].json));
+        write_json("generation_config.json", ql_test_json(cases[i].json));
         refuse_load(cases[i].a, cases[i].b);
     }
     remove_file("generation_config.json");
@@ -402,7 +395,7 @@ static void test_where_quantization_comes_from(void **state) {
     json_t *q = NULL;
     write_json("config.json", nested());
     write_json("hf_quant_config.json",
-               json_of("{'producer':{'name':'modelopt'},'quantization':{'quant_algo':'NVFP4'}}"));
+               ql_test_json("{'producer':{'name':'modelopt'},'quantization':{'quant_algo':'NVFP4'}}"));
     load(&q);
     assert_non_null(json_object_get(q, "quantization"));
     json_decref(q);

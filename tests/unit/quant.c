@@ -1,6 +1,8 @@
 /* What each quantization scheme says of each module, and what is refused. */
 #include "loader/quant.h"
 
+#include "tests/json.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,23 +18,8 @@
 #define FP8_CHANNEL "'weights':{'num_bits':8,'type':'float','strategy':'channel','symmetric':true}"
 #define NVFP4 "'weights':{'num_bits':4,'type':'float','strategy':'tensor_group','group_size':16,'symmetric':true}"
 
-/* JSON written with single quotes. */
-static json_t *json_of(const char *text) {
-    char buffer[8192];
-    assert_true(strlen(text) < sizeof buffer);
-    size_t i = 0;
-    for (; text[i]; i++) {
-        buffer[i] = text[i] == '\'' ? '"' : text[i];
-    }
-    json_t *v = json_loadb(buffer, i, JSON_DECODE_ANY, NULL);
-    if (!v) {
-        fail_msg("test JSON is wrong: %s", text);
-    }
-    return v;
-}
-
 static ql_quant *open_quant(const char *text) {
-    json_t *cfg = text ? json_of(text) : NULL;
+    json_t *cfg = text ? ql_test_json(text) : NULL;
     ql_quant *q = NULL;
     ql_error err = {0};
     if (ql_quant_open(&q, cfg, &err) != QL_OK) {
@@ -43,7 +30,7 @@ static ql_quant *open_quant(const char *text) {
 }
 
 static void refuse(const char *text, const char *a, const char *b) {
-    json_t *cfg = json_of(text);
+    json_t *cfg = ql_test_json(text);
     ql_quant *q = NULL;
     ql_error err = {0};
     assert_int_equal(ql_quant_open(&q, cfg, &err), QL_ERR_MODEL);
