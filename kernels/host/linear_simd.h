@@ -259,26 +259,36 @@ INLINE void rows_of(const ql_linear_host_plan *p, ql_qformat format, const float
     }
 }
 
+#define ROWS_OF(name, format)                                                                                          \
+    static void name(const ql_linear_host_plan *p, const float *x, int64_t ld, int32_t n_row, float *y) {              \
+        rows_of(p, format, x, ld, n_row, y);                                                                           \
+    }
+
+ROWS_OF(rows_f32, QL_FORMAT_F32)
+ROWS_OF(rows_f16, QL_FORMAT_F16)
+ROWS_OF(rows_bf16, QL_FORMAT_BF16)
+ROWS_OF(rows_fp8, QL_FORMAT_FP8_CHANNEL) /* the codes of FP8_TENSOR alike */
+ROWS_OF(rows_fp8_block, QL_FORMAT_FP8_BLOCK)
+ROWS_OF(rows_nvfp4, QL_FORMAT_NVFP4)
+
 ql_status LINEAR(ql_dev *dev, const ql_linear_args *a) {
+    static void (*const rows[QL_FORMAT_COUNT])(const ql_linear_host_plan *, const float *, int64_t, int32_t,
+                                               float *) = {
+        [QL_FORMAT_F32] = rows_f32,         [QL_FORMAT_F16] = rows_f16,        [QL_FORMAT_BF16] = rows_bf16,
+        [QL_FORMAT_FP8_CHANNEL] = rows_fp8, [QL_FORMAT_FP8_TENSOR] = rows_fp8, [QL_FORMAT_FP8_BLOCK] = rows_fp8_block,
+        [QL_FORMAT_NVFP4] = rows_nvfp4,
+    };
     const ql_weight *w = a->w;
-    ql_linear_host_plan plan, *p = &plan;
-    QL_TRY(ql_linear_host_begin(dev, a, p));
-    if (p->ks % 16 || w->col_off % 16) {
+    ql_linear_host_plan plan;
+    QL_TRY(ql_linear_host_begin(dev, a, &plan));
+    if (plan.ks % 16 || w->col_off % 16) {
         return ql_linear_host(dev, a);
     }
     for (int32_t t = 0; t < a->n_row; t += QL_LINEAR_X_ROWS) {
         int32_t n_row = a->n_row - t < QL_LINEAR_X_ROWS ? a->n_row - t : QL_LINEAR_X_ROWS;
         int64_t ld;
-        const float *x = ql_linear_host_x(p, t, n_row, &ld);
-        float *y = a->y + t * a->ldy;
-        switch (w->format) {
-        case QL_FORMAT_F32: rows_of(p, QL_FORMAT_F32, x, ld, n_row, y); break;
-        case QL_FORMAT_F16: rows_of(p, QL_FORMAT_F16, x, ld, n_row, y); break;
-        case QL_FORMAT_BF16: rows_of(p, QL_FORMAT_BF16, x, ld, n_row, y); break;
-        case QL_FORMAT_NVFP4: rows_of(p, QL_FORMAT_NVFP4, x, ld, n_row, y); break;
-        case QL_FORMAT_FP8_BLOCK: rows_of(p, QL_FORMAT_FP8_BLOCK, x, ld, n_row, y); break;
-        default: rows_of(p, QL_FORMAT_FP8_CHANNEL, x, ld, n_row, y); break; /* the codes of FP8_TENSOR alike */
-        }
+        const float *x = ql_linear_host_x(&plan, t, n_row, &ld);
+        rows[w->format](&plan, x, ld, n_row, a->y + t * a->ldy);
     }
     return QL_OK;
 }
