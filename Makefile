@@ -49,6 +49,9 @@ ifneq ($(SAN),)
 CFLAGS += $(SANFLAGS_$(SAN))
 LDFLAGS += $(SANFLAGS_$(SAN))
 endif
+ifeq ($(SAN),fuzz)
+$(B)/obj/kernels/%.o: CFLAGS := -g# no target reaches a kernel, and instrumenting them takes minutes
+endif
 
 # ---- libraries: the archive where the system has one, so that the command runs when copied to another machine --------
 archive = $(shell f=$$($(CC) -print-file-name=lib$(1).a 2>/dev/null); [[ $$f = /* ]] && echo $$f || echo -l$(1))
@@ -156,13 +159,14 @@ $(B)/qlane: $(CLI_OBJ) $(B)/libqlane.a
 	$(Q)$(CC) $(LDFLAGS) $^ $(LIBS) -o $@
 
 # ---- programs of tests, bench and examples: one source file each, helpers from an archive -------------------------------
-HELPER_SRC := $(sort $(filter-out tests/kcheck.c,$(wildcard tests/*.c tests/cases/*.c tests/model/common.c)))
+MODEL_HELP := $(patsubst %,tests/model/%.c,common bits plant)
+HELPER_SRC := $(sort $(filter-out tests/kcheck.c,$(wildcard tests/*.c tests/cases/*.c)) $(MODEL_HELP))
 $(B)/libhelp.a: $(HELPER_SRC:%.c=$(B)/obj/%.o)
 	$(call say,AR,$@)
 	$(Q)rm -f $@ && $(AR) rcs $@ $^
 
 UNIT := $(patsubst tests/unit/%.c,$(B)/unit/%,$(sort $(wildcard tests/unit/*.c)))
-MODEL := $(patsubst tests/model/%.c,$(B)/model/%,$(sort $(filter-out tests/model/common.c,$(wildcard tests/model/*.c))))
+MODEL := $(patsubst tests/model/%.c,$(B)/model/%,$(sort $(filter-out $(MODEL_HELP),$(wildcard tests/model/*.c))))
 REPLAY := $(patsubst tests/fuzz/%.c,$(B)/replay/%,$(sort $(filter-out tests/fuzz/replay.c,$(wildcard tests/fuzz/*.c))))
 FUZZ := $(REPLAY:$(B)/replay/%=$(B)/fuzz/%)
 BENCH := $(patsubst bench/%.c,$(B)/%,$(sort $(wildcard bench/*.c)))
@@ -183,6 +187,7 @@ $(MODEL): $(B)/model/%: $(B)/obj/tests/model/%.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(LIBS) -lcmocka)
 $(KCHECK): $(B)/%: $(B)/obj/tests/%.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(if $(filter memory,$(SAN)),-lz -lm -pthread,$(LIBS)))
+$(B)/gpu/gate: $(B)/obj/tests/gpu/gate_life.o
 $(GPU): $(B)/gpu/%: $(B)/obj/tests/gpu/%.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(LIBS) -lcmocka -s -Wl$(comma)-rpath$(comma)'$$ORIGIN')
 $(REPLAY): $(B)/replay/%: $(B)/obj/tests/fuzz/%.o $(B)/obj/tests/fuzz/replay.o $(B)/libhelp.a $(B)/libqlane.a

@@ -14,8 +14,7 @@ static ql_engine *open_tiny(int32_t lanes, int32_t chunk) {
 }
 
 static ql_result *say(ql_engine *engine, const char *text, int32_t max_new, const char *stop) {
-    ql_request r = ql_test_request(NULL, 0, max_new);
-    r.text = text;
+    ql_request r = ql_test_ask(text, max_new);
     r.stop = &stop;
     r.n_stop = stop ? 1 : 0;
     return ql_test_generate(engine, &r);
@@ -79,8 +78,7 @@ static void two_hundred_tokens(void **state) {
     ql_engine *engine = open_tiny(2, 512);
     int32_t n_capitals = 0, n_true = 0;
     for (int32_t k = 0; k < 3; k++) {
-        ql_request r = ql_test_request(NULL, 0, 200);
-        r.text = prompts[k];
+        ql_request r = ql_test_ask(prompts[k], 200);
         r.ignore_eos = 1;
         ql_result *res = ql_test_generate(engine, &r);
         assert_int_equal(res->n_ids, 200);

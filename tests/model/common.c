@@ -1,7 +1,9 @@
 #include "tests/model/common.h"
 
 #include "runtime/base/json.h"
+#include "runtime/engine/test_hooks.h"
 
+#include <dirent.h>
 #include <math.h>
 #include <signal.h>
 #include <unistd.h>
@@ -23,6 +25,24 @@ const ql_test_model *ql_test_model_named(const char *name) {
     }
     fail_msg("no test model is called %s", name);
     return NULL;
+}
+
+int ql_test_find_model(void **state) {
+    *state = (void *)(uintptr_t)ql_test_model_named(*state);
+    return 0;
+}
+
+int ql_test_run_each(const char *group, const struct CMUnitTest *each, int32_t n) {
+    enum { MOST = 4 };
+    struct CMUnitTest tests[MOST * QL_TEST_MODELS] = {0}; /* those without a function are left out */
+    static char names[MOST * QL_TEST_MODELS][64];
+    assert_true(n <= MOST);
+    for (int32_t i = 0; i < n * QL_TEST_MODELS; i++) {
+        const ql_test_model *model = &ql_test_models[i / n];
+        snprintf(names[i], sizeof names[i], "%s %s", model->name, each[i % n].name);
+        tests[i] = (struct CMUnitTest){names[i], each[i % n].test_func, NULL, NULL, (void *)(uintptr_t)model};
+    }
+    return cmocka_run_group_tests_name(group, tests, NULL, NULL);
 }
 
 static void on_alarm(int sig) {
@@ -53,16 +73,20 @@ ql_options ql_test_options(const ql_test_model *model, int32_t lanes) {
     return o;
 }
 
-ql_engine *ql_test_open(const ql_options *options) {
+ql_engine *ql_test_open_hooked(const ql_options *options, const ql_test_hooks *hooks) {
     ql_engine *engine = NULL;
     ql_error err = {0};
-    if (ql_engine_open(&engine, options, &err) != QL_OK) {
+    ql_status status =
+        hooks ? ql_engine_open_hooked(&engine, options, hooks, &err) : ql_engine_open(&engine, options, &err);
+    if (status != QL_OK) {
         fail_msg("%s on %d lanes does not open: %s: %s", options->model, options->lanes, ql_status_text(err.status),
                  err.text);
     }
     assert_non_null(engine);
     return engine;
 }
+
+ql_engine *ql_test_open(const ql_options *options) { return ql_test_open_hooked(options, NULL); }
 
 void ql_test_assert_has(const char *text, const char *part) {
     if (!strstr(text, part)) {
@@ -100,6 +124,12 @@ ql_request ql_test_request(const int32_t *ids, int32_t n_ids, int32_t max_new) {
     r.model_sampling = 0;
     r.sampling.temperature = 0;
     r.crc = 1;
+    return r;
+}
+
+ql_request ql_test_ask(const char *text, int32_t max_new) {
+    ql_request r = ql_test_request(NULL, 0, max_new);
+    r.text = text;
     return r;
 }
 
@@ -155,6 +185,19 @@ void ql_test_assert_idle(ql_engine *engine) {
     assert_int_equal(s.free_pages, s.kv_pages);
 }
 
+int32_t ql_test_entries(const char *dir) {
+    int32_t n = 0;
+    DIR *d = opendir(dir);
+    assert_non_null(d);
+    for (struct dirent *e = readdir(d); e; e = readdir(d)) {
+        n += e->d_name[0] != '.';
+    }
+    closedir(d);
+    return n;
+}
+
+const int32_t ql_test_prompt[QL_TEST_PROMPT] = {5, 81, 3, 77, 290, 411, 6, 30, 255};
+
 void ql_test_ids(uint64_t seed, int32_t vocab, int32_t *ids, int32_t n) {
     uint64_t x = seed * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
     for (int32_t i = 0; i < n; i++) { /* xorshift64* */
@@ -209,9 +252,14 @@ void ql_test_golden_load(ql_test_golden *golden, const ql_test_model *model) {
         c->text = text ? strdup(text) : NULL;
     }
     json_decref(root);
+    snprintf(path, sizeof path, "%s/golden.npz", model->dir);
+    if (!ql_npz_open(&golden->npz, path)) {
+        fail_msg("%s", golden->npz.error);
+    }
 }
 
 void ql_test_golden_free(ql_test_golden *golden) {
+    ql_npz_close(&golden->npz);
     for (int32_t i = 0; i < golden->n; i++) {
         ql_test_case *c = &golden->cases[i];
         free(c->prompt_ids);
@@ -276,6 +324,65 @@ double ql_test_worst_rel(const float *got, const float *want, int64_t n_row, int
         }
     }
     return worst;
+}
+
+void ql_test_raise(double *to, double v) { *to = v > *to || isnan(v) ? v : *to; }
+
+/* One kind of rows of the golden archive against what the probe delivered: the worst row; raises *largest, if not NULL,
+ * to the largest difference of one value. */
+static double row_error(const ql_npz *npz, const char *prefix, const char *kind, const ql_test_rows *rows,
+                        int64_t layer, double *largest) {
+    char name[64];
+    snprintf(name, sizeof name, "%s%s", prefix, kind);
+    const ql_npy *want = ql_npz_get(npz, name);
+    assert_non_null(want);
+    assert_string_equal(want->dtype, "f4");
+    int64_t n_row = want->shape[want->rank - 2], width = want->shape[want->rank - 1];
+    if (rows->n != n_row || rows->width != width) {
+        fail_msg("%s: probe gave [%d][%d], golden has [%d][%d]", name, rows->n, rows->width, (int)n_row, (int)width);
+    }
+    const float *from = (const float *)want->data + layer * n_row * width;
+    for (int64_t i = 0; largest && i < n_row * width; i++) {
+        ql_test_raise(largest, fabs((double)rows->values[i] - (double)from[i]));
+    }
+    return ql_test_worst_rel(rows->values, from, n_row, (int32_t)width, NULL);
+}
+
+static void probe_errors(ql_engine *engine, const ql_test_model *model, const ql_npz *npz, const char *prefix,
+                         ql_test_errors *e) {
+    char name[64];
+    snprintf(name, sizeof name, "%sids", prefix);
+    const ql_npy *ids = ql_npz_get(npz, name);
+    if (!ids) { /* tiny has dumps of one prompt only */
+        assert_true(model->tokenizer && *prefix);
+        return;
+    }
+    ql_test_probe probe = {0};
+    ql_request r = ql_test_request(ids->data, (int32_t)ids->n, 1);
+    r.probe = ql_test_probe_fn;
+    r.probe_user = &probe;
+    ql_result_free(ql_test_generate(engine, &r));
+    assert_false(probe.bad);
+    snprintf(name, sizeof name, "%shidden", prefix);
+    const ql_npy *hidden = ql_npz_get(npz, name);
+    assert_non_null(hidden);
+    assert_int_equal(hidden->rank, 3);
+    for (int64_t l = 0; l < hidden->shape[0]; l++) {
+        ql_test_raise(&e->hidden, row_error(npz, prefix, "hidden", &probe.hidden[l], l, NULL));
+    }
+    assert_int_equal(probe.hidden[hidden->shape[0]].n, 0);
+    ql_test_raise(&e->final_hidden, row_error(npz, prefix, "final_hidden", &probe.final_hidden, 0, NULL));
+    ql_test_raise(&e->logits, row_error(npz, prefix, "logits", &probe.logits, 0, &e->logit));
+    if (model->mtp) {
+        ql_test_raise(&e->mtp_logits, row_error(npz, prefix, "mtp_logits", &probe.mtp_logits, 0, NULL));
+    }
+    ql_test_probe_free(&probe);
+}
+
+void ql_test_golden_probe(ql_engine *engine, const ql_test_model *model, const ql_test_golden *golden,
+                          ql_test_errors *e) {
+    probe_errors(engine, model, &golden->npz, "", e);
+    probe_errors(engine, model, &golden->npz, "long_", e);
 }
 
 /* Each block is preceded by its size and its place in the list of live blocks. */

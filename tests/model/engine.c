@@ -1,26 +1,16 @@
-/* The engine as a host program sees it: events, cancellation, many threads, what is given back, finish reasons, stop
- * strings, and every refusal with its message.
+/* The engine as a host program sees it: events, cancellation, many threads, what is given back, finish reasons and stop
+ * strings.
  *
  * cmocka's checks leave a test by longjmp, so threads and callbacks only record; the main thread judges.
  */
 #include "runtime/engine/test_hooks.h"
 #include "runtime/text/text.h"
-#include "tests/model/common.h"
+#include "tests/model/bits.h"
 
-#include <dirent.h>
 #include <malloc.h>
-#include <math.h>
-
-static const int32_t prompt9[9] = {5, 81, 3, 77, 290, 411, 6, 30, 255};
 
 static const ql_test_model *micro(void) { return ql_test_model_named("micro-bf16"); }
 static const ql_test_model *tiny(void) { return ql_test_model_named("tiny"); }
-
-static ql_request ask(const char *text, int32_t max_new) {
-    ql_request r = ql_test_request(NULL, 0, max_new);
-    r.text = text;
-    return r;
-}
 
 /* ---- events ------------------------------------------------------------------------------------------------------ */
 
@@ -120,7 +110,7 @@ static void events_in_order(void **state) {
     o.chunk = 64;
     ql_engine *engine = ql_test_open(&o);
     seen s = {0};
-    ql_request r = ask("The capital of France is", 16);
+    ql_request r = ql_test_ask("The capital of France is", 16);
     ql_result *res = ql_test_wait(engine, submit_seen(engine, &r, &s));
     check_seen(&s, res);
     assert_int_equal(s.prompt_total, 5);
@@ -162,7 +152,7 @@ static void on_chain(void *user, const ql_event *e) {
     }
     c->n_failed += e->error != NULL;
     if (c->left-- > 0) {
-        ql_request r = ql_test_request(prompt9, 9, 3);
+        ql_request r = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 3);
         r.detach = 1;
         ql_request_id id;
         c->n_failed += ql_submit(c->engine, &r, on_chain, c, &id, NULL) != QL_OK;
@@ -177,7 +167,7 @@ static void callbacks_may_submit(void **state) {
     o.max_seqs = 1;
     ql_engine *engine = ql_test_open(&o);
     chain c = {.engine = engine, .left = 4};
-    ql_request r = ql_test_request(prompt9, 9, 3);
+    ql_request r = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 3);
     r.detach = 1;
     ql_request_id id = 0;
     assert_int_equal(ql_submit(engine, &r, on_chain, &c, &id, NULL), QL_OK);
@@ -217,7 +207,7 @@ static void cancel_within_a_step(void **state) {
     ql_engine *engine = ql_test_open(&o);
     for (int32_t at = 1; at <= 9; at += 4) {
         seen s = {.cancel_at = at};
-        ql_request r = ask("The capital of France is", 100);
+        ql_request r = ql_test_ask("The capital of France is", 100);
         r.ignore_eos = 1;
         ql_result *res = ql_test_wait(engine, submit_seen(engine, &r, &s));
         check_seen(&s, res);
@@ -298,9 +288,7 @@ static void no_state_survives_a_request(void **state) {
         ql_test_ids((uint64_t)(20 + i), 512, ids[i], 100);
         r[i] = ql_test_request(ids[i], 1 + 13 * i, 8);
         ql_engine *engine = ql_test_open(&o);
-        ql_result *res = ql_test_generate(engine, &r[i]);
-        fresh[i] = res->logits_crc32;
-        ql_result_free(res);
+        fresh[i] = ql_test_take(ql_test_generate(engine, &r[i])).crc;
         ql_engine_close(&engine);
     }
     ql_engine *engine = ql_test_open(&o);
@@ -368,9 +356,7 @@ static void eight_threads_and_a_canceller(void **state) {
     for (int32_t i = 0; i < 8; i++) {
         ql_test_ids((uint64_t)(40 + i), 512, ids[i], 70);
         r[i] = ql_test_request(ids[i], 1 + 9 * i, 6 + i);
-        ql_result *res = ql_test_generate(engine, &r[i]);
-        want[i] = res->logits_crc32;
-        ql_result_free(res);
+        want[i] = ql_test_take(ql_test_generate(engine, &r[i])).crc;
     }
     for (int32_t i = 0; i < 8; i++) {
         w[i] = (worker){.engine = engine, .request = &r[i], .want = &want[i], .rounds = 6};
@@ -394,16 +380,14 @@ static void several_engines(void **state) {
     (void)state;
     static const char *const names[] = {"micro-lanes8", "micro-bf16", "micro-fp8-block"};
     ql_engine *engine[3];
-    ql_request r = ql_test_request(prompt9, 9, 8);
+    ql_request r = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 8);
     uint32_t want[3];
     worker w[3];
     pthread_t t[3];
     for (int32_t i = 0; i < 3; i++) {
         ql_options o = ql_test_options(ql_test_model_named(names[i]), 2);
         engine[i] = ql_test_open(&o);
-        ql_result *res = ql_test_generate(engine[i], &r);
-        want[i] = res->logits_crc32;
-        ql_result_free(res);
+        want[i] = ql_test_take(ql_test_generate(engine[i], &r)).crc;
     }
     for (int32_t i = 0; i < 3; i++) {
         w[i] = (worker){.engine = engine[i], .request = &r, .want = &want[i], .rounds = 5};
@@ -415,25 +399,12 @@ static void several_engines(void **state) {
     }
     ql_engine_close(&engine[1]); /* the others live on */
     for (int32_t i = 0; i < 3; i += 2) {
-        ql_result *res = ql_test_generate(engine[i], &r);
-        assert_int_equal(res->logits_crc32, want[i]);
-        ql_result_free(res);
+        assert_int_equal(ql_test_take(ql_test_generate(engine[i], &r)).crc, want[i]);
         ql_engine_close(&engine[i]);
     }
 }
 
 /* ---- what is given back ------------------------------------------------------------------------------------------- */
-
-static int32_t entries_of(const char *dir) {
-    int32_t n = 0;
-    DIR *d = opendir(dir);
-    assert_non_null(d);
-    while (readdir(d)) {
-        n++;
-    }
-    closedir(d);
-    return n;
-}
 
 static void open_and_close_a_hundred_times(void **state) {
     (void)state;
@@ -450,9 +421,9 @@ static void open_and_close_a_hundred_times(void **state) {
         heap.peak_bytes = 0;
         ql_engine *engine = ql_test_open(&o);
         if (i % 10 == 0) {
-            ql_request r = ql_test_request(prompt9, 9, 2);
+            ql_request r = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 2);
             ql_result *res = ql_test_generate(engine, &r);
-            ql_request more = ql_test_request(prompt9, 9, 40);
+            ql_request more = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 40);
             ql_request_id unfinished = ql_test_submit(engine, &more); /* close cancels it and frees its result */
             assert_true(unfinished > res->request);
             ql_result_free(res);
@@ -463,13 +434,13 @@ static void open_and_close_a_hundred_times(void **state) {
         assert_int_equal(heap.live_bytes, 0);
         if (i == 11) {
             used = mallinfo2().uordblks;
-            fds = entries_of("/proc/self/fd");
-            threads = entries_of("/proc/self/task");
+            fds = ql_test_entries("/proc/self/fd");
+            threads = ql_test_entries("/proc/self/task");
             peak = heap.peak_bytes;
         }
         if (i == 91 || i == 99) { /* as 11: without and with nothing more than an open */
-            assert_int_equal(entries_of("/proc/self/fd"), fds);
-            assert_int_equal(entries_of("/proc/self/task"), threads);
+            assert_int_equal(ql_test_entries("/proc/self/fd"), fds);
+            assert_int_equal(ql_test_entries("/proc/self/task"), threads);
             assert_true(mallinfo2().uordblks <= used + 4096);
             assert_true(heap.peak_bytes <= peak + 4096);
         }
@@ -482,7 +453,7 @@ static void close_cancels_and_tells(void **state) {
     ql_engine *engine = ql_test_open(&o);
     seen s[3] = {{0}, {0}, {0}};
     for (int32_t i = 0; i < 3; i++) {
-        ql_request r = ql_test_request(prompt9, 9, 400);
+        ql_request r = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 400);
         r.detach = i == 2;
         submit_seen(engine, &r, &s[i]);
     }
@@ -530,7 +501,7 @@ static void log_progress_and_stats(void **state) {
     o.progress_user = &p;
     o.verify = 1;
     ql_engine *engine = ql_test_open(&o);
-    ql_request r = ql_test_request(prompt9, 9, 4);
+    ql_request r = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 4);
     ql_result_free(ql_test_generate(engine, &r));
     ql_stats s = ql_test_stats(engine);
     ql_engine_close(&engine);
@@ -566,7 +537,7 @@ static void finish_reasons(void **state) {
     (void)state;
     ql_options o = ql_test_options(tiny(), 1);
     ql_engine *engine = ql_test_open(&o);
-    ql_request r = ask(
+    ql_request r = ql_test_ask(
         "<|im_start|>user\nWhat is the capital of Italy?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", 0);
     ql_result *res = ql_test_generate(engine, &r);
     assert_int_equal(res->finish, QL_FINISH_EOS);
@@ -631,7 +602,7 @@ static void stop_strings(void **state) {
     };
     ql_options o = ql_test_options(tiny(), 2);
     ql_engine *engine = ql_test_open(&o);
-    ql_request plain = ask("The capital of France is", 16);
+    ql_request plain = ql_test_ask("The capital of France is", 16);
     ql_result *whole = ql_test_generate(engine, &plain);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         ql_request r = plain;
@@ -669,14 +640,14 @@ static void split_characters(void **state) {
     ql_engine_close(&engine);
     assert_true(n > 10);
     const ql_test_hooks hooks = {.force_ids = ids, .n_force = n};
-    assert_int_equal(ql_engine_open_hooked(&engine, &o, &hooks, NULL), QL_OK);
+    engine = ql_test_open_hooked(&o, &hooks);
     int32_t n_cut = 0;
     for (int32_t k = 1; k <= n; k++) {
         char *raw = NULL;
         size_t raw_bytes = 0, whole = 0;
         assert_int_equal(ql_tokenizer_decode(ql_engine_tokenizer(engine), ids, k, 0, &raw, &raw_bytes, NULL), QL_OK);
         seen s = {0};
-        ql_request r = ask("The", k);
+        ql_request r = ql_test_ask("The", k);
         ql_result *res = ql_test_wait(engine, submit_seen(engine, &r, &s));
         check_seen(&s, res);
         assert_int_equal(s.split, 0);
@@ -701,216 +672,6 @@ static void split_characters(void **state) {
     free(ids);
 }
 
-/* ---- refusals ----------------------------------------------------------------------------------------------------- */
-
-static void refused(ql_engine *engine, const ql_request *r, const char *part) {
-    ql_request_id id = 77;
-    ql_error err = {0};
-    if (ql_submit(engine, r, NULL, NULL, &id, &err) != QL_ERR_USAGE) {
-        fail_msg("the request that should say \"%s\" gave %s: %s", part, ql_status_text(err.status), err.text);
-    }
-    assert_true(id == 77);
-    ql_test_assert_has(err.text, part);
-    assert_null(strchr(err.text, '\n'));
-}
-
-static void bad_requests(void **state) {
-    (void)state;
-    ql_options o = ql_test_options(tiny(), 1);
-    o.ctx = 64;
-    ql_engine *engine = ql_test_open(&o);
-    int32_t ids[66];
-    ql_test_ids(6, 1000, ids, 66);
-    ql_request r;
-
-    r = ql_test_request(NULL, 0, 1);
-    refused(engine, &r, "empty");
-    r = ask("", 1);
-    refused(engine, &r, "empty");
-    r = ql_test_request(ids, 0, 1);
-    refused(engine, &r, "empty");
-    r = ask("both", 1);
-    r.ids = ids;
-    r.n_ids = 3;
-    refused(engine, &r, "ids");
-    r = ql_test_request(ids, 65, 1);
-    refused(engine, &r, "65");
-    refused(engine, &r, "64");
-    r = ql_test_request(ids, -1, 1);
-    refused(engine, &r, "-1");
-    ids[2] = 1344;
-    r = ql_test_request(ids, 5, 1);
-    refused(engine, &r, "1344");
-    ids[2] = -3;
-    refused(engine, &r, "-3");
-    ids[2] = 7;
-    r = ask("ab\xff"
-            "cd",
-            1);
-    refused(engine, &r, "0xFF");
-    refused(engine, &r, "2"); /* its offset */
-    r = ask("caf\xc3", 1);    /* cut in a character */
-    refused(engine, &r, "0xC3");
-    r = ask("a", 1);
-    r.max_new = -1;
-    refused(engine, &r, "max_new");
-
-    static const struct {
-        const char *name;
-        size_t at;
-        float bad[3];
-    } floats[] = {
-        {"temperature", offsetof(ql_sampling, temperature), {-0.5f, NAN, INFINITY}},
-        {"top_p", offsetof(ql_sampling, top_p), {0, 1.5f, NAN}},
-        {"min_p", offsetof(ql_sampling, min_p), {-0.1f, 1.5f, NAN}},
-        {"repetition", offsetof(ql_sampling, repetition_penalty), {0, -1, NAN}},
-        {"presence", offsetof(ql_sampling, presence_penalty), {-2.5f, 2.5f, NAN}},
-        {"frequency", offsetof(ql_sampling, frequency_penalty), {-2.5f, 2.5f, NAN}},
-    };
-    for (size_t i = 0; i < sizeof floats / sizeof *floats; i++) {
-        for (int k = 0; k < 3; k++) {
-            r = ask("a", 1);
-            r.sampling.temperature = 0.7f;
-            memcpy((char *)&r.sampling + floats[i].at, &floats[i].bad[k], sizeof(float));
-            refused(engine, &r, floats[i].name);
-        }
-    }
-    r = ask("a", 1);
-    r.sampling.top_k = -1;
-    refused(engine, &r, "top_k");
-
-    char long_stop[1100];
-    memset(long_stop, 'x', sizeof long_stop);
-    long_stop[1025] = 0;
-    const char *stop[17] = {"", long_stop, "a\xff"};
-    r = ask("a", 1);
-    for (int32_t i = 0; i < 3; i++) {
-        r.stop = stop + i;
-        r.n_stop = 1;
-        refused(engine, &r, "stop");
-    }
-    for (int32_t i = 0; i < 17; i++) {
-        stop[i] = "x";
-    }
-    r.stop = stop;
-    r.n_stop = 17;
-    refused(engine, &r, "16");
-    r = ask("a", 1);
-    r.size = 8;
-    refused(engine, &r, "size");
-
-    long_stop[1024] = 0; /* the longest allowed, and all of them at once */
-    for (int32_t i = 0; i < 16; i++) {
-        stop[i] = long_stop;
-    }
-    r = ask("a", 2);
-    r.stop = stop;
-    r.n_stop = 16;
-    ql_result_free(ql_test_generate(engine, &r));
-    ql_test_assert_idle(engine);
-    ql_engine_close(&engine);
-
-    o = ql_test_options(micro(), 1); /* no tokenizer */
-    engine = ql_test_open(&o);
-    assert_null(ql_engine_tokenizer(engine));
-    r = ask("text", 1);
-    refused(engine, &r, "tokenizer");
-    r = ql_test_request(prompt9, 3, 1);
-    r.stop = stop;
-    r.n_stop = 1;
-    refused(engine, &r, "tokenizer");
-    ql_engine_close(&engine);
-}
-
-static void free_only(void *user, void *ptr) {
-    (void)user;
-    free(ptr);
-}
-
-static void bad_options(void **state) {
-    (void)state;
-    ql_options o = ql_test_options(tiny(), 3);
-    ql_test_open_fails(&o, QL_ERR_USAGE, "3", "1, 2", "4", NULL); /* and which lane counts do divide */
-    o.lanes = 8;
-    ql_test_open_fails(&o, QL_ERR_USAGE, "8", "1, 2", "4", NULL);
-    o.lanes = 100;
-    ql_test_open_fails(&o, QL_ERR_USAGE, "100", "1, 2", "4", NULL);
-    o.lanes = -1;
-    ql_test_open_fails(&o, QL_ERR_USAGE, "-1", NULL);
-
-    static const struct {
-        const char *name;
-        size_t at;
-        int32_t bad;
-        const char *value;
-    } fields[] = {
-        {"chunk", offsetof(ql_options, chunk), 100, "100"},
-        {"chunk", offsetof(ql_options, chunk), 0, "0"},
-        {"chunk", offsetof(ql_options, chunk), -64, "-64"},
-        {"ctx", offsetof(ql_options, ctx), -1, "-1"},
-        {"ctx", offsetof(ql_options, ctx), 4097, "4096"},
-        {"max_seqs", offsetof(ql_options, max_seqs), 0, "0"},
-        {"max_seqs", offsetof(ql_options, max_seqs), 257, "256"},
-        {"wait_ms", offsetof(ql_options, wait_ms), 0, "0"},
-        {"init_ms", offsetof(ql_options, init_ms), -5, "-5"},
-        {"kv", offsetof(ql_options, kv), 9, "9"},
-        {"precision", offsetof(ql_options, prompt_precision), 7, "7"},
-        {"precision", offsetof(ql_options, gen_precision), 4, "4"},
-        {"device", offsetof(ql_options, device), 5, "5"},
-    };
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
-        o = ql_test_options(tiny(), 1);
-        memcpy((char *)&o + fields[i].at, &fields[i].bad, sizeof(int32_t));
-        ql_test_open_fails(&o, QL_ERR_USAGE, fields[i].name, fields[i].value, NULL);
-    }
-    o = ql_test_options(tiny(), 1);
-    o.kernels = "linear=fastest";
-    ql_test_open_fails(&o, QL_ERR_USAGE, "fastest", "twin", NULL);
-    o.kernels = "lineer=twin";
-    ql_test_open_fails(&o, QL_ERR_USAGE, "lineer", NULL);
-    o = ql_test_options(ql_test_model_named("micro-nvfp4-modelopt"), 1);
-    o.mtp = 1;
-    ql_test_open_fails(&o, QL_ERR_USAGE, "mtp", NULL);
-    o = ql_test_options(tiny(), 1);
-    o.model = "models/none-such";
-    ql_test_open_fails(&o, QL_ERR_MODEL, "models/none-such", NULL);
-    o.model = NULL;
-    ql_test_open_fails(&o, QL_ERR_USAGE, "model", NULL);
-    o = ql_test_options(tiny(), 1);
-    o.mem_bytes = 1 << 20;
-    ql_test_open_fails(&o, QL_ERR_MEMORY, "fits", NULL);
-    o = ql_test_options(tiny(), 1);
-    o.size = 4;
-    ql_test_open_fails(&o, QL_ERR_USAGE, "size", NULL);
-    const int32_t devices[1] = {0};
-    o = ql_test_options(tiny(), 1);
-    o.devices = devices;
-    ql_test_open_fails(&o, QL_ERR_USAGE, "devices", NULL);
-    ql_allocator half = {0};
-    half.free = free_only;
-    o = ql_test_options(tiny(), 1);
-    o.allocator = &half;
-    ql_test_open_fails(&o, QL_ERR_USAGE, "allocator", NULL);
-
-    /* memory for some context but not for the model's: ctx 0 takes what fits */
-    o = ql_test_options(tiny(), 1);
-    o.ctx = 0;
-    ql_engine *engine = ql_test_open(&o);
-    ql_stats all = ql_test_stats(engine);
-    assert_int_equal(all.ctx, 4096);
-    ql_engine_close(&engine);
-    o.mem_bytes = all.lane[0].weight_bytes + all.lane[0].scale_bytes + all.lane[0].state_bytes +
-                  all.lane[0].workspace_bytes + all.lane[0].kv_bytes / 2;
-    engine = ql_test_open(&o);
-    ql_stats half_ctx = ql_test_stats(engine);
-    assert_true(half_ctx.ctx >= 1024 && half_ctx.ctx <= 2560 && half_ctx.ctx % 64 == 0);
-    ql_engine_close(&engine);
-    o.ctx = 4096; /* asked for by name, it is refused, with what would fit */
-    char fits[16];
-    snprintf(fits, sizeof fits, "%d", half_ctx.ctx);
-    ql_test_open_fails(&o, QL_ERR_MEMORY, fits, NULL);
-}
-
 int main(int argc, char **argv) {
     ql_test_begin(argc, argv, 600);
     const struct CMUnitTest tests[] = {
@@ -927,8 +688,6 @@ int main(int argc, char **argv) {
         cmocka_unit_test(finish_reasons),
         cmocka_unit_test(stop_strings),
         cmocka_unit_test(split_characters),
-        cmocka_unit_test(bad_requests),
-        cmocka_unit_test(bad_options),
     };
     return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
 }

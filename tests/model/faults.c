@@ -1,196 +1,20 @@
 /* One lane made to fail: by an allocation, by an error of one of its ops or collectives, by hanging. Every caller must
  * get that error in time, close must return, and an engine opened afterwards must work.
  *
- * A fault is planted by replacing one entry of one lane's op table (or its comm) through the engine's test hooks; it
- * sleeps until it is armed. Worker threads only record what they saw; the main thread judges it.
+ * Worker threads only record what they saw; the main thread judges it.
  */
-#include "runtime/engine/test_hooks.h"
-#include "tests/model/common.h"
+#include "tests/model/bits.h"
+#include "tests/model/plant.h"
 
 /* The deadline must be far above what a busy machine can keep a thread from running. */
 enum { N_CALLER = 8, WAIT_MS = QL_TEST_SLOWER == 1 ? 500 : 4000, LONG_WAIT_MS = 4000 };
 #define LIMIT_S 2.0
 
-typedef enum site {
-    AT_LINEAR,
-    AT_GDN,
-    AT_ATTENTION,
-    AT_TOPK,
-    AT_SAMPLE,
-    AT_H2D,
-    AT_SYNC,
-    AT_REDUCE,
-    AT_GATHER,
-    AT_ALLOC,
-    AT_WEIGHT_LOAD
-} site;
-static const char *const site_names[] = {"linear", "gdn",    "attention", "topk",  "sample",     "h2d",
-                                         "sync",   "reduce", "gather",    "alloc", "weight_load"};
-typedef enum fault_kind { FAULT_ERROR, FAULT_HANG } fault_kind;
-
-/* One for each engine that is made to fail, never reused: a lane that was left behind may still read its own. */
-typedef struct planted {
-    ql_ops table;      /* first, so that dev->ops leads here */
-    const ql_ops *ops; /* the lane's own */
-    ql_status (*reduce)(ql_comm *comm, const float *src, float *dst, int64_t n);
-    ql_status (*gather)(ql_comm *comm, const void *src, void *dst, size_t bytes);
-    site site;
-    fault_kind kind;
-    int32_t lane;
-    int64_t after;                     /* calls to let pass once armed */
-    int64_t calls;                     /* atomic */
-    int32_t armed, released, in_fault; /* atomic */
-    int64_t fired_ns;                  /* atomic; 0: not yet */
-    ql_test_heap heap;                 /* the engine's; what a lane left behind can reach stays in its list */
-} planted;
-
-static planted pool[64];
-static int32_t n_pool;
-
-static bool load_flag(const int32_t *flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0; }
-static void set_flag(int32_t *flag, int32_t v) { __atomic_store_n(flag, v, __ATOMIC_RELEASE); }
-static planted *of(ql_dev *dev) { return (planted *)(uintptr_t)dev->ops; }
-
-static ql_status trip(ql_dev *dev) {
-    planted *f = of(dev);
-    if (!load_flag(&f->armed) || __atomic_fetch_add(&f->calls, 1, __ATOMIC_RELAXED) != f->after) {
-        return QL_OK;
-    }
-    __atomic_store_n(&f->fired_ns, ql_now_ns(), __ATOMIC_RELEASE);
-    if (f->kind == FAULT_ERROR) {
-        return ql_fail(dev->err, QL_ERR_DEVICE, "lane %d: injected fault in %s", f->lane, site_names[f->site]);
-    }
-    set_flag(&f->in_fault, 1);
-    while (!load_flag(&f->released)) {
-        ql_sleep_ms(2);
-    }
-    set_flag(&f->in_fault, 0);
-    return QL_OK;
-}
-
-#define WRAP(op, args)                                                                                                 \
-    static ql_status bad_##op(ql_dev *dev, const args *a) {                                                            \
-        QL_TRY(trip(dev));                                                                                             \
-        return of(dev)->ops->op(dev, a);                                                                               \
-    }
-WRAP(linear, ql_linear_args)
-WRAP(gdn, ql_gdn_args)
-WRAP(attention, ql_attention_args)
-WRAP(topk, ql_topk_args)
-WRAP(sample, ql_sample_args)
-
-static ql_status bad_h2d(ql_dev *dev, void *dst, const void *src, size_t bytes) {
-    QL_TRY(trip(dev));
-    return of(dev)->ops->h2d(dev, dst, src, bytes);
-}
-
-static ql_status bad_sync(ql_dev *dev) {
-    QL_TRY(trip(dev));
-    return of(dev)->ops->sync(dev);
-}
-
-static ql_status bad_alloc(ql_dev *dev, size_t bytes, const char *what, void **out) {
-    QL_TRY(trip(dev));
-    return of(dev)->ops->alloc(dev, bytes, what, out);
-}
-
-static ql_status bad_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *out) {
-    QL_TRY(trip(dev));
-    return of(dev)->ops->weight_load(dev, src, out);
-}
-
-static ql_status bad_reduce(ql_comm *comm, const float *src, float *dst, int64_t n) {
-    QL_TRY(trip(comm->dev));
-    return of(comm->dev)->reduce(comm, src, dst, n);
-}
-
-static ql_status bad_gather(ql_comm *comm, const void *src, void *dst, size_t bytes) {
-    QL_TRY(trip(comm->dev));
-    return of(comm->dev)->gather(comm, src, dst, bytes);
-}
-
-static void dev_opened(void *user, int32_t lane, ql_dev *dev) {
-    planted *f = user;
-    if (lane != f->lane) {
-        return;
-    }
-    f->ops = dev->ops;
-    f->table = *dev->ops;
-    switch (f->site) {
-    case AT_LINEAR: f->table.linear = bad_linear; break;
-    case AT_GDN: f->table.gdn = bad_gdn; break;
-    case AT_ATTENTION: f->table.attention = bad_attention; break;
-    case AT_TOPK: f->table.topk = bad_topk; break;
-    case AT_SAMPLE: f->table.sample = bad_sample; break;
-    case AT_H2D: f->table.h2d = bad_h2d; break;
-    case AT_SYNC: f->table.sync = bad_sync; break;
-    case AT_ALLOC: f->table.alloc = bad_alloc; break;
-    case AT_WEIGHT_LOAD: f->table.weight_load = bad_weight_load; break;
-    case AT_REDUCE: break;
-    case AT_GATHER: break;
-    }
-    dev->ops = &f->table;
-}
-
-static void comm_opened(void *user, int32_t lane, ql_comm *comm) {
-    planted *f = user;
-    if (lane != f->lane) {
-        return;
-    }
-    f->reduce = comm->reduce;
-    f->gather = comm->gather;
-    if (f->site == AT_REDUCE) {
-        comm->reduce = bad_reduce;
-    } else if (f->site == AT_GATHER) {
-        comm->gather = bad_gather;
-    }
-}
-
-static planted *plant(site at, fault_kind kind, int32_t lane, int64_t after, bool armed) {
-    assert_true(n_pool < (int32_t)(sizeof pool / sizeof *pool));
-    planted *f = &pool[n_pool++];
-    f->site = at;
-    f->kind = kind;
-    f->lane = lane;
-    f->after = after;
-    f->armed = armed;
-    return f;
-}
-
-static ql_status open_planted(ql_engine **engine, const ql_options *options, planted *f, ql_error *err) {
-    const ql_test_hooks hooks = {.dev_opened = dev_opened, .comm_opened = comm_opened, .user = f};
-    return ql_engine_open_hooked(engine, options, &hooks, err);
-}
-
-/* Lets a hanging lane go and waits until it has left the fault; what it does then touches nothing that was freed. */
-static void release(planted *f) {
-    set_flag(&f->released, 1);
-    while (load_flag(&f->in_fault)) {
-        ql_sleep_ms(1);
-    }
-    ql_sleep_ms(100);
-}
-
-/* ---- what must still be true afterwards ----------------------------------------------------------------------------
- */
-
-static const int32_t check_ids[9] = {5, 81, 3, 77, 290, 411, 6, 30, 255};
-
-static uint32_t crc_of(ql_engine *engine) {
-    ql_request r = ql_test_request(check_ids, 9, 6);
-    ql_result *res = ql_test_generate(engine, &r);
-    assert_int_equal(res->n_ids, 6);
-    uint32_t crc = res->logits_crc32;
-    ql_result_free(res);
-    return crc;
-}
-
 static uint32_t crc_fresh(const ql_options *options) {
     ql_options o = *options;
-    o.log = NULL;
     o.allocator = NULL;
     ql_engine *engine = ql_test_open(&o);
-    uint32_t crc = crc_of(engine);
+    uint32_t crc = ql_test_crc(engine);
     ql_engine_close(&engine);
     return crc;
 }
@@ -254,19 +78,10 @@ static void *call(void *arg) {
     return NULL;
 }
 
-static int32_t n_left_behind; /* atomic: warnings that a lane did not come back */
-
-static void on_log(void *user, ql_log_level level, const char *line) {
-    (void)user;
-    if (level <= QL_LOG_WARN && strstr(line, "did not come back")) {
-        __atomic_fetch_add(&n_left_behind, 1, __ATOMIC_RELAXED);
-    }
-}
-
 typedef struct trial {
     const char *model;
     int32_t lanes;
-    site at;
+    ql_site at;
     int32_t lane;
     int32_t hang_ms; /* 0: an error. Else the lane hangs, and this is the deadline */
     bool leave;      /* it comes back only after close */
@@ -276,26 +91,22 @@ typedef struct trial {
 static void fail_under_load(trial t) {
     const char *model = t.model;
     int32_t lanes = t.lanes, lane = t.lane;
-    site at = t.at;
-    fault_kind kind = t.hang_ms ? FAULT_HANG : FAULT_ERROR;
+    ql_site at = t.at;
+    bool hang = t.hang_ms > 0;
     char what[120];
-    snprintf(what, sizeof what, "%s %d lanes, %s in %s of lane %d", model, lanes, kind == FAULT_HANG ? "hang" : "error",
-             site_names[at], lane);
+    snprintf(what, sizeof what, "%s %d lanes, %s in %s of lane %d", model, lanes, hang ? "hang" : "error",
+             ql_site_names[at], lane);
     ql_options o = ql_test_options(ql_test_model_named(model), lanes);
     o.max_seqs = 4;
     o.wait_ms = t.hang_ms ? t.hang_ms : o.wait_ms;
-    o.log = on_log;
     uint32_t want = crc_fresh(&o);
-    planted *f = plant(at, kind, lane, 3, false);
-    ql_test_heap *heap = &f->heap;
-    ql_test_heap_init(heap);
-    o.allocator = &heap->mem;
+    ql_planted *f = ql_plant(at, lane, hang, 3);
+    o.allocator = &f->heap.mem;
     __atomic_store_n(&n_submitted, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&n_tokens, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&n_left_behind, 0, __ATOMIC_RELAXED);
     ql_engine *engine = NULL;
     ql_error err = {0};
-    if (open_planted(&engine, &o, f, &err) != QL_OK) {
+    if (ql_plant_open(&engine, &o, f, &err) != QL_OK) {
         fail_msg("%s: open: %s", what, err.text);
     }
     caller callers[N_CALLER];
@@ -310,11 +121,11 @@ static void fail_under_load(trial t) {
            __atomic_load_n(&n_tokens, __ATOMIC_RELAXED) < 8) {
         ql_sleep_ms(1);
     }
-    set_flag(&f->armed, 1);
+    ql_plant_arm(f);
     for (int32_t i = 0; i < N_CALLER; i++) {
         pthread_join(threads[i], NULL);
     }
-    int64_t fired = __atomic_load_n(&f->fired_ns, __ATOMIC_ACQUIRE);
+    int64_t fired = ql_plant_fired(f);
     if (!fired) {
         fail_msg("%s: never reached", what);
     }
@@ -333,7 +144,7 @@ static void fail_under_load(trial t) {
         assert_string_equal(c->wait_err.text, c->result_err.text);
         assert_string_equal(c->wait_err.text, callers[0].wait_err.text); /* all get the first */
         ql_test_assert_has(c->wait_err.text, injected);
-        if (kind == FAULT_ERROR) {
+        if (!hang) {
             ql_test_assert_has(c->wait_err.text, "injected fault");
         }
         assert_int_equal(__atomic_load_n(&c->n_end, __ATOMIC_ACQUIRE), 1);
@@ -347,7 +158,7 @@ static void fail_under_load(trial t) {
     }
 
     /* the engine refuses work and says why */
-    ql_request r = ql_test_request(check_ids, 9, 2);
+    ql_request r = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 2);
     ql_result *res = NULL;
     assert_int_equal(ql_generate(engine, &r, &res, &err), QL_ERR_STATE);
     ql_test_assert_has(err.text, callers[0].wait_err.text);
@@ -355,8 +166,8 @@ static void fail_under_load(trial t) {
     ql_stats stats = ql_test_stats(engine);
     assert_int_equal(stats.n_lanes, lanes);
 
-    if (kind == FAULT_HANG && !t.leave) {
-        set_flag(&f->released, 1);
+    if (hang && !t.leave) {
+        ql_plant_release(f);
     }
     int64_t t0 = ql_now_ns();
     ql_engine_close(&engine);
@@ -365,11 +176,11 @@ static void fail_under_load(trial t) {
     if (close_s > LIMIT_S + t.hang_ms * 1e-3) {
         fail_msg("%s: close took %.2f s", what, close_s);
     }
-    assert_int_equal(__atomic_load_n(&n_left_behind, __ATOMIC_RELAXED) > 0, t.leave);
-    assert_true(t.leave || heap->live_blocks == 0);
+    assert_int_equal(__atomic_load_n(&f->left_behind, __ATOMIC_RELAXED) > 0, t.leave);
+    assert_true(t.leave || f->heap.live_blocks == 0);
     assert_int_equal(crc_fresh(&o), want); /* also while the old lane still hangs */
     if (t.leave) {
-        release(f);
+        ql_plant_release_wait(f);
     }
     printf("  %-48s error after %.3f s, closed in %.3f s\n", what, slowest, close_s);
     fflush(stdout);
@@ -377,86 +188,85 @@ static void fail_under_load(trial t) {
 
 static void error_in_an_op(void **state) {
     (void)state;
-    static const site sites[] = {AT_LINEAR, AT_GDN,  AT_ATTENTION, AT_TOPK,  AT_SAMPLE,
-                                 AT_H2D,    AT_SYNC, AT_REDUCE,    AT_GATHER};
+    static const ql_site sites[] = {QL_AT_LINEAR, QL_AT_GDN,  QL_AT_ATTENTION, QL_AT_TOPK,  QL_AT_SAMPLE,
+                                    QL_AT_H2D,    QL_AT_SYNC, QL_AT_REDUCE,    QL_AT_GATHER};
     for (size_t i = 0; i < sizeof sites / sizeof *sites; i++) {
         fail_under_load((trial){"micro-mixed", 2, sites[i], (int32_t)(i % 2), 0, false});
     }
-    fail_under_load((trial){"micro-mixed", 1, AT_LINEAR, 0, 0, false});
-    fail_under_load((trial){"micro-bf16", 4, AT_LINEAR, 2, 0, false});
-    fail_under_load((trial){"micro-bf16", 4, AT_REDUCE, 3, 0, false});
+    fail_under_load((trial){"micro-mixed", 1, QL_AT_LINEAR, 0, 0, false});
+    fail_under_load((trial){"micro-bf16", 4, QL_AT_LINEAR, 2, 0, false});
+    fail_under_load((trial){"micro-bf16", 4, QL_AT_REDUCE, 3, 0, false});
 }
 
 static void hang_in_an_op(void **state) {
     (void)state;
-    static const site sites[] = {AT_LINEAR, AT_ATTENTION, AT_TOPK, AT_SYNC, AT_REDUCE, AT_GATHER};
+    static const ql_site sites[] = {QL_AT_LINEAR, QL_AT_ATTENTION, QL_AT_TOPK, QL_AT_SYNC, QL_AT_REDUCE, QL_AT_GATHER};
     for (size_t i = 0; i < sizeof sites / sizeof *sites; i++) {
         fail_under_load((trial){"micro-mixed", 2, sites[i], (int32_t)(i % 2), WAIT_MS, false});
     }
-    fail_under_load((trial){"micro-mixed", 1, AT_LINEAR, 0, WAIT_MS, false});
-    fail_under_load((trial){"micro-bf16", 4, AT_GDN, 1, WAIT_MS, false});
+    fail_under_load((trial){"micro-mixed", 1, QL_AT_LINEAR, 0, WAIT_MS, false});
+    fail_under_load((trial){"micro-bf16", 4, QL_AT_GDN, 1, WAIT_MS, false});
 }
 
 /* Longer than the two seconds of grace: a deadline that only starts at the next look would be seen here. */
 static void long_deadlines_are_kept(void **state) {
     (void)state;
-    fail_under_load((trial){"micro-mixed", 1, AT_ATTENTION, 0, LONG_WAIT_MS, false});
-    fail_under_load((trial){"micro-mixed", 2, AT_ATTENTION, 1, LONG_WAIT_MS, false});
+    fail_under_load((trial){"micro-mixed", 1, QL_AT_ATTENTION, 0, LONG_WAIT_MS, false});
+    fail_under_load((trial){"micro-mixed", 2, QL_AT_ATTENTION, 1, LONG_WAIT_MS, false});
 }
 
 static void hung_lane_is_left_behind(void **state) {
     (void)state;
-    fail_under_load((trial){"micro-mixed", 2, AT_LINEAR, 1, WAIT_MS, true});
-    fail_under_load((trial){"micro-mixed", 1, AT_GDN, 0, WAIT_MS, true});
+    fail_under_load((trial){"micro-mixed", 2, QL_AT_LINEAR, 1, WAIT_MS, true});
+    fail_under_load((trial){"micro-mixed", 1, QL_AT_GDN, 0, WAIT_MS, true});
 }
 
 /* ---- while opening ---------------------------------------------------------------------------------------------- */
 
-static void fail_in_open(int32_t lanes, site at, fault_kind kind, int32_t lane, int64_t after) {
+static void fail_in_open(int32_t lanes, ql_site at, bool hang, int32_t lane, int64_t after) {
     ql_options o = ql_test_options(ql_test_model_named("micro-mixed"), lanes);
-    o.wait_ms = kind == FAULT_HANG ? WAIT_MS : o.wait_ms;
-    planted *f = plant(at, kind, lane, after, true);
-    ql_test_heap_init(&f->heap);
+    o.wait_ms = hang ? WAIT_MS : o.wait_ms;
+    ql_planted *f = ql_plant(at, lane, hang, after);
+    ql_plant_arm(f);
     o.allocator = &f->heap.mem;
     ql_engine *engine = NULL;
     ql_error err = {0};
-    ql_status status = open_planted(&engine, &o, f, &err);
-    double took = ql_seconds_since(__atomic_load_n(&f->fired_ns, __ATOMIC_ACQUIRE));
-    assert_true(__atomic_load_n(&f->fired_ns, __ATOMIC_ACQUIRE) != 0);
+    ql_status status = ql_plant_open(&engine, &o, f, &err);
+    double took = ql_seconds_since(ql_plant_fired(f));
+    assert_true(ql_plant_fired(f) != 0);
     assert_int_equal(status, QL_ERR_DEVICE);
     assert_int_equal(err.status, QL_ERR_DEVICE);
     assert_null(engine);
     char text[32];
     snprintf(text, sizeof text, "lane %d", lane);
     ql_test_assert_has(err.text, text);
-    if (kind == FAULT_ERROR) {
+    if (!hang) {
         ql_test_assert_has(err.text, "injected fault");
         assert_int_equal(f->heap.live_blocks, 0);
     }
-    if (took > LIMIT_S + (kind == FAULT_HANG ? 2 * WAIT_MS * 1e-3 : 0)) {
-        fail_msg("%s in %s of lane %d: open took %.2f s", kind == FAULT_HANG ? "hang" : "error", site_names[at], lane,
-                 took);
+    if (took > LIMIT_S + (hang ? 2 * WAIT_MS * 1e-3 : 0)) {
+        fail_msg("%s in %s of lane %d: open took %.2f s", hang ? "hang" : "error", ql_site_names[at], lane, took);
     }
-    if (kind == FAULT_HANG) {
-        release(f);
+    if (hang) {
+        ql_plant_release_wait(f);
     }
 }
 
 static void error_while_opening(void **state) {
     (void)state;
     for (int32_t lane = 0; lane < 2; lane++) {
-        fail_in_open(2, AT_ALLOC, FAULT_ERROR, lane, 0);
-        fail_in_open(2, AT_ALLOC, FAULT_ERROR, lane, 3);
-        fail_in_open(2, AT_WEIGHT_LOAD, FAULT_ERROR, lane, 0);
-        fail_in_open(2, AT_WEIGHT_LOAD, FAULT_ERROR, lane, 11);
+        fail_in_open(2, QL_AT_ALLOC, false, lane, 0);
+        fail_in_open(2, QL_AT_ALLOC, false, lane, 3);
+        fail_in_open(2, QL_AT_WEIGHT_LOAD, false, lane, 0);
+        fail_in_open(2, QL_AT_WEIGHT_LOAD, false, lane, 11);
     }
-    fail_in_open(1, AT_WEIGHT_LOAD, FAULT_ERROR, 0, 5);
+    fail_in_open(1, QL_AT_WEIGHT_LOAD, false, 0, 5);
 }
 
 static void hang_while_opening(void **state) {
     (void)state;
-    fail_in_open(2, AT_WEIGHT_LOAD, FAULT_HANG, 1, 2);
-    fail_in_open(1, AT_ALLOC, FAULT_HANG, 0, 1);
+    fail_in_open(2, QL_AT_WEIGHT_LOAD, true, 1, 2);
+    fail_in_open(1, QL_AT_ALLOC, true, 0, 1);
 }
 
 /* The k-th allocation of an open fails, for every k (or, past the first 120, about 60 more of them). */
@@ -532,8 +342,7 @@ static void malloc_while_serving(void **state) {
     uint32_t want = crc_fresh(&o);
     ql_engine *engine = ql_test_open(&o);
     const char *stop[] = {"never to be seen"};
-    ql_request r = ql_test_request(NULL, 0, 12);
-    r.text = "The capital of France is";
+    ql_request r = ql_test_ask("The capital of France is", 12);
     r.stop = stop;
     r.n_stop = 1;
     r.sampling.repetition_penalty = 1.1f;
@@ -557,7 +366,7 @@ static void malloc_while_serving(void **state) {
         }
         n_refused += hit && status != QL_OK;
         ql_result_free(res);
-        assert_int_equal(crc_of(engine), want); /* one request's trouble is its own */
+        assert_int_equal(ql_test_crc(engine), want); /* one request's trouble is its own */
         ql_test_assert_idle(engine);
     }
     ql_result_free(whole);
@@ -587,7 +396,7 @@ static void decoding_allocates_nothing(void **state) {
     ql_options o = ql_test_options(model, 2);
     ql_engine *engine = ql_test_open(&o);
     counted c = {0};
-    ql_request r = ql_test_request(check_ids, 9, 101);
+    ql_request r = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 101);
     r.ignore_eos = 1;
     r.sampling.temperature = 0.8f;
     r.sampling.frequency_penalty = 0.1f;
@@ -612,16 +421,12 @@ int main(int argc, char **argv) {
         cmocka_unit_test(hung_lane_is_left_behind),
         cmocka_unit_test(error_while_opening),
         cmocka_unit_test(hang_while_opening),
-        {"allocation_while_opening micro-bf16", allocation_while_opening, NULL, NULL,
-         (void *)(uintptr_t)ql_test_model_named("micro-bf16")},
-        {"allocation_while_opening tiny", allocation_while_opening, NULL, NULL,
-         (void *)(uintptr_t)ql_test_model_named("tiny")},
+        QL_TEST_ON(allocation_while_opening, "micro-bf16"),
+        QL_TEST_ON(allocation_while_opening, "tiny"),
 #ifdef OWN_MALLOC
         cmocka_unit_test(malloc_while_serving),
-        {"decoding_allocates_nothing micro-mixed", decoding_allocates_nothing, NULL, NULL,
-         (void *)(uintptr_t)ql_test_model_named("micro-mixed")},
-        {"decoding_allocates_nothing tiny", decoding_allocates_nothing, NULL, NULL,
-         (void *)(uintptr_t)ql_test_model_named("tiny")},
+        QL_TEST_ON(decoding_allocates_nothing, "micro-mixed"),
+        QL_TEST_ON(decoding_allocates_nothing, "tiny"),
 #endif
     };
     return cmocka_run_group_tests_name("faults", tests, NULL, NULL);

@@ -38,11 +38,7 @@ static void forced(void **state) {
     ql_test_hooks hooks = {.force_ids = force, .n_force = N};
     ql_options o = ql_test_options(model, model->lanes[1]);
     o.chunk = 64;
-    ql_engine *engine = NULL;
-    ql_error err = {0};
-    if (ql_engine_open_hooked(&engine, &o, &hooks, &err) != QL_OK) {
-        fail_msg("%s", err.text);
-    }
+    ql_engine *engine = ql_test_open_hooked(&o, &hooks);
     memset(force, 0, sizeof force);
     ql_test_rows whole = logits_of(engine, seq, N, 1, NULL);
     double worst = 0;
@@ -93,14 +89,6 @@ static void own_ids(void **state) {
 
 int main(int argc, char **argv) {
     ql_test_begin(argc, argv, 600);
-    struct CMUnitTest tests[2 * QL_TEST_MODELS];
-    static char names[2 * QL_TEST_MODELS][64];
-    for (int32_t i = 0; i < QL_TEST_MODELS; i++) {
-        void *model = (void *)(uintptr_t)&ql_test_models[i];
-        snprintf(names[2 * i], sizeof names[0], "%s forced", ql_test_models[i].name);
-        snprintf(names[2 * i + 1], sizeof names[0], "%s own ids", ql_test_models[i].name);
-        tests[2 * i] = (struct CMUnitTest){names[2 * i], forced, NULL, NULL, model};
-        tests[2 * i + 1] = (struct CMUnitTest){names[2 * i + 1], own_ids, NULL, NULL, model};
-    }
-    return cmocka_run_group_tests_name("prefill", tests, NULL, NULL);
+    const struct CMUnitTest each[] = {{"forced", forced, NULL, NULL, NULL}, {"own ids", own_ids, NULL, NULL, NULL}};
+    return ql_test_run_each("prefill", each, 2);
 }

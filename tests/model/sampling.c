@@ -144,8 +144,7 @@ static void penalties_step_by_step(void **state) {
     const ql_test_model *model = ql_test_model_named("tiny");
     ql_options o = ql_test_options(model, 2);
     ql_engine *engine = ql_test_open(&o);
-    ql_request plain = ql_test_request(NULL, 0, NEW);
-    plain.text = "The capital of France is";
+    ql_request plain = ql_test_ask("The capital of France is", NEW);
     plain.ignore_eos = 1;
     ql_result *greedy = ql_test_generate(engine, &plain);
     int32_t most_greedy = 0, n_changed = 0;
