@@ -5,7 +5,6 @@
 #include "runtime/base/mem.h"
 #include "runtime/base/num.h"
 
-#include <string.h>
 
 /* ---- shared with the variants ------------------------------------------------------------------------------------ */
 
@@ -112,8 +111,22 @@ const float *ql_linear_host_x(const ql_linear_host_plan *plan, int32_t t0, int32
 
 /* ---- the twin ---------------------------------------------------------------------------------------------------- */
 
+/* Every code's value, made once a call. */
+typedef struct code_values {
+    float e4m3[256], e2m1[16];
+} code_values;
+
+static void fill_values(code_values *v) {
+    for (int32_t c = 0; c < 256; c++) {
+        v->e4m3[c] = ql_f32_of_e4m3((uint8_t)c);
+    }
+    for (int32_t c = 0; c < 16; c++) {
+        v->e2m1[c] = ql_f32_of_e2m1((uint8_t)c);
+    }
+}
+
 /* Row r of W without the scales that the sum takes. */
-static void decode_row(const ql_weight *w, int32_t r, float *out) {
+static void decode_row(const ql_weight *w, const code_values *v, int32_t r, float *out) {
     const uint8_t *p = (const uint8_t *)w->data + r * ql_qformat_row_bytes(w->format, w->k);
     switch (w->format) {
     case QL_FORMAT_F32: ql_dtype_to_f32(QL_DTYPE_F32, p, w->k, out); break;
@@ -121,15 +134,16 @@ static void decode_row(const ql_weight *w, int32_t r, float *out) {
     case QL_FORMAT_BF16: ql_dtype_to_f32(QL_DTYPE_BF16, p, w->k, out); break;
     case QL_FORMAT_NVFP4: {
         const uint8_t *scale = (const uint8_t *)w->scale + (int64_t)r * (w->k / QL_NVFP4_GROUP);
-        for (int32_t c = 0; c < w->k; c++) {
-            uint8_t code = c % 2 ? p[c / 2] >> 4 : p[c / 2] & 15;
-            out[c] = ql_f32_of_e2m1(code) * ql_f32_of_e4m3(scale[c / QL_NVFP4_GROUP]);
+        for (int32_t c = 0; c < w->k; c += 2) {
+            float s = v->e4m3[scale[c / QL_NVFP4_GROUP]];
+            out[c] = v->e2m1[p[c / 2] & 15] * s;
+            out[c + 1] = v->e2m1[p[c / 2] >> 4] * s;
         }
         break;
     }
     default:
         for (int32_t c = 0; c < w->k; c++) {
-            out[c] = ql_f32_of_e4m3(p[c]);
+            out[c] = v->e4m3[p[c]];
         }
         break;
     }
@@ -154,14 +168,16 @@ static float block_slice_sum(const ql_weight *weight, int32_t r, int32_t col0, c
 
 ql_status ql_linear_host(ql_dev *dev, const ql_linear_args *a) {
     ql_linear_host_plan plan;
+    code_values values;
     QL_TRY(ql_linear_host_begin(dev, a, &plan));
+    fill_values(&values);
     const ql_weight *w = a->w;
     for (int32_t t0 = 0; t0 < a->n_row; t0 += QL_LINEAR_X_ROWS) {
         int32_t n_row = a->n_row - t0 < QL_LINEAR_X_ROWS ? a->n_row - t0 : QL_LINEAR_X_ROWS;
         int64_t ld;
         const float *x = ql_linear_host_x(&plan, t0, n_row, &ld);
         for (int32_t r = 0; r < w->n; r++) {
-            decode_row(w, r, plan.tile);
+            decode_row(w, &values, r, plan.tile);
             for (int32_t t = 0; t < n_row; t++) {
                 float part[QL_LINEAR_SLICES];
                 for (int32_t s = 0; s < a->n_slice; s++) {
