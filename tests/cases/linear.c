@@ -80,7 +80,7 @@ static kc_case *add(kc_list *l, const shape *s, int32_t format, int32_t precisio
     }
     static const ql_dtype scale_dtypes[] = {QL_DTYPE_BF16, QL_DTYPE_F32, QL_DTYPE_F16};
     ql_dtype scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : scale_dtypes[(t + format + s->slices) % 3];
-    int32_t phase = t > 3 ? QL_PHASE_PROMPT : QL_PHASE_GEN;
+    int32_t phase = t > 4 ? QL_PHASE_PROMPT : QL_PHASE_GEN;
     kc_case *c = kc_add(l, "linear.%s.%s.%s.t%d.%s.%s%s%s", ql_qformat_name((ql_qformat)format),
                         precision_name[precision], phase == QL_PHASE_GEN ? "gen" : "prompt", t, s->name,
                         regime_name[reg], broken ? ".broken-" : "", break_name[broken]);
@@ -162,16 +162,15 @@ static void list(kc_list *l) {
     add(l, &shapes[5], QL_FORMAT_FP8_BLOCK, QL_PREC_EXACT, 3, NORMAL, BLOCK_ROW);
     add(l, &shapes[5], QL_FORMAT_FP8_CHANNEL, QL_PREC_FP8, 3, NORMAL, ROUNDING);
 
-    for (int32_t f = 0; f < QL_FORMAT_COUNT; f++) {
+    for (int32_t f = QL_FORMAT_F16; f < QL_FORMAT_COUNT; f++) {
         for (size_t s = 0; s < sizeof model_shapes / sizeof *model_shapes; s++) {
             add_long(l, &model_shapes[s], f, QL_PREC_EXACT, 1);
-            add_long(l, &model_shapes[s], f, QL_PREC_EXACT, 3);
         }
-        for (size_t s = 0; s < sizeof prompt_shapes / sizeof *prompt_shapes; s++) {
-            for (int32_t p = QL_PREC_EXACT; p <= QL_PREC_FP8; p++) {
-                add_long(l, &prompt_shapes[s], f, p, 64);
-            }
+        add_long(l, &model_shapes[0], f, QL_PREC_EXACT, 4);
+        for (int32_t p = QL_PREC_EXACT; p <= QL_PREC_FP8; p++) {
+            add_long(l, &prompt_shapes[0], f, p, 64);
         }
+        add_long(l, &prompt_shapes[1], f, QL_PREC_EXACT, 64);
     }
 }
 
