@@ -9,7 +9,8 @@ Writes, all text and all from fixed seeds:
                           ("qwen"), and its NFC where that differs ("nfc")
     no-marks.jsonl        ids under the real vocabulary with the older Split regex, which does not know \\p{M}
     decode.jsonl          ids and the text they decode to, with and without special tokens, invalid UTF-8 among them
-    codepoints.jsonl      a CRC-32 of the ids of every code point in context, by blocks
+    codepoints.jsonl      every code point in context, by blocks: CRC-32 of the lengths of the pieces that the Split
+                          regex cuts and the older one cuts, and of the ids under models/tiny
     qwen-tokenizer.json   what of the real vocabulary the strings can touch, ids as in the whole
 --full writes the whole real vocabulary as a tokenizer.json, for measuring; it is too large to check in.
 """
@@ -291,6 +292,15 @@ def pieces_of(tokenizer, text, added):
             yield bytes(inverse[c] for c in piece)
 
 
+def piece_lengths(tokenizer, text):
+    """In bytes: a piece has one character of the byte alphabet for each."""
+    return [len(piece) for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def crc(numbers):
+    return zlib.crc32(struct.pack(f"<{len(numbers)}i", *numbers))
+
+
 def code_point_text(first, step, count):
     out = []
     for c in range(first, first + step * count, step):
@@ -380,9 +390,11 @@ def main():
     blocks += [(first, 251, 261) for first in range(0x40000, 0x110000, 0x10000)]
     crcs = []
     for first, step, count in blocks:
-        row = ids(tiny, code_point_text(first, step, count))
-        crcs.append({"first": first, "step": step, "count": count, "n": len(row),
-                     "crc": zlib.crc32(struct.pack(f"<{len(row)}i", *row))})
+        text = code_point_text(first, step, count)
+        pieces, old_pieces = piece_lengths(tiny, text), piece_lengths(older, text)
+        row = ids(tiny, text)
+        crcs.append({"first": first, "step": step, "count": count, "pieces": len(pieces), "pieces_crc": crc(pieces),
+                     "older": len(old_pieces), "older_crc": crc(old_pieces), "ids": len(row), "ids_crc": crc(row)})
     write_lines("codepoints.jsonl", crcs)
 
 

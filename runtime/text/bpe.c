@@ -14,9 +14,10 @@ enum { SHORT_PIECE = 48 };
 /* Bits of the filter per slot of the table of pairs. */
 enum { PAIR_BITS = 4 };
 
+/* A symbol of a long piece. `rank` and `merged` tell what merging it with its right neighbour would give. */
 struct ql_bpe_symbol {
-    uint32_t id;
-    int32_t prev, next; /* indices, -1 at the ends; prev is -2 once merged into the left neighbour */
+    uint32_t id, rank, merged;
+    int32_t prev, next; /* indices, -1 at the ends */
 };
 
 void ql_bpe_free(ql_bpe *bpe) {
@@ -291,14 +292,14 @@ static uint64_t heap_pop(uint64_t *heap, size_t *n) {
     return top;
 }
 
-/* Queues the pair that begins at symbol i, by rank, then by position. */
+/* Looks up the pair that begins at symbol i and queues it by rank, then by position. */
 static void queue_pair(const ql_bpe *bpe, ql_bpe_work *work, size_t *n_heap, int32_t i) {
-    int32_t next = i < 0 ? -1 : work->symbol[i].next;
-    if (next >= 0) {
-        const ql_bpe_pair *pair = find_pair(bpe, work->symbol[i].id, work->symbol[next].id);
-        if (pair) {
-            heap_push(work->heap, n_heap, (uint64_t)pair->rank << 32 | (uint32_t)i);
-        }
+    struct ql_bpe_symbol *symbol = &work->symbol[i];
+    const ql_bpe_pair *pair = symbol->next < 0 ? NULL : find_pair(bpe, symbol->id, work->symbol[symbol->next].id);
+    symbol->rank = pair ? pair->rank : NO_RANK;
+    if (pair) {
+        symbol->merged = pair->merged;
+        heap_push(work->heap, n_heap, (uint64_t)pair->rank << 32 | (uint32_t)i);
     }
 }
 
@@ -306,6 +307,7 @@ static ql_status reserve(ql_bpe_work *work, size_t n, ql_error *err) {
     if (n <= work->cap) {
         return QL_OK;
     }
+    n = n < 2 * work->cap ? 2 * work->cap : n;
     ql_bpe_work_free(work);
     void *block;
     QL_TRY(ql_alloc(NULL, n, sizeof *work->symbol, "merging a long piece of text", &block, err));
@@ -333,22 +335,20 @@ static ql_status merge_long(const ql_bpe *bpe, ql_bpe_work *work, const char *pi
     while (n_heap) {
         uint64_t key = heap_pop(work->heap, &n_heap);
         int32_t i = (int32_t)(uint32_t)key, next = symbol[i].next;
-        /* Entries are never taken back; one is stale when its symbol is gone or pairs differently now. */
-        if (symbol[i].prev == -2 || next < 0) {
+        /* Entries are never taken back: this one is stale when its symbol is gone or pairs differently now. */
+        if (symbol[i].rank != key >> 32) {
             continue;
         }
-        const ql_bpe_pair *pair = find_pair(bpe, symbol[i].id, symbol[next].id);
-        if (!pair || pair->rank != key >> 32) {
-            continue;
-        }
-        symbol[i].id = pair->merged;
+        symbol[i].id = symbol[i].merged;
         symbol[i].next = symbol[next].next;
-        symbol[next].prev = -2;
+        symbol[next].rank = NO_RANK;
         if (symbol[i].next >= 0) {
             symbol[symbol[i].next].prev = i;
         }
         queue_pair(bpe, work, &n_heap, i);
-        queue_pair(bpe, work, &n_heap, symbol[i].prev);
+        if (symbol[i].prev >= 0) {
+            queue_pair(bpe, work, &n_heap, symbol[i].prev);
+        }
     }
     size_t k = 0;
     for (int32_t i = 0; i >= 0; i = symbol[i].next) {

@@ -34,7 +34,8 @@ static const struct {
     {"abcd", {"abcd", "bc"}, "a", true}, /* the one that ends first */
     {"abcx", {"abcd", "bc"}, "a", true},
     {"xabc", {"bc", "abc"}, "x", true}, /* of two that end together the one that begins first */
-    {"abc", {"ab", "abc"}, "", true},   /* of two that begin together the shorter */
+    {"xabc", {"abc", "bc"}, "x", true},
+    {"abc", {"ab", "abc"}, "", true}, /* of two that begin together the shorter */
     {"one two three", {"three", "two"}, "one ", true},
     {"\xE4\xB8\xAD\xE6\x96\x87\xE3\x80\x82", {"\xE6\x96\x87"}, "\xE4\xB8\xAD", true},
     {"\xE4\xB8\xAD\xE4\xB8\xAE", {"\xE4\xB8\xAE"}, "\xE4\xB8\xAD", true}, /* shares bytes with what stands before */
