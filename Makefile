@@ -93,8 +93,11 @@ NCCL_VERSION := $(shell awk '/define NCCL_(MAJOR|MINOR|PATCH) /{v = v (v == "" ?
 FOUND := CUDA $(CUDA_VERSION) for $(strip $(ARCH)), NCCL $(NCCL_VERSION)
 GENCODE := $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a))
 NVFLAGS := -std=c++17 -O3 -lineinfo -I. -DQL_CUDA=1 $(GENCODE) -Xcompiler -fPIC,-fvisibility=hidden,-fno-exceptions
-LIBS += $(CUDA_HOME)/lib64/libcudart_static.a $(call archive,supc++) -lrt
-SO_LIBS += $(CUDA_HOME)/lib64/libcudart_static.a $(call archive,supc++) -lrt
+# The runtime library unwinds and its launch stubs guard their statics: both from archives, so that nothing else is needed.
+CUDA_LIBS := $(CUDA_HOME)/lib64/libcudart_static.a $(call archive,supc++) -lrt
+PC_CUDA_LIBS := -L$(CUDA_HOME)/lib64 -lcudart_static -lsupc++ -lrt
+LIBS += $(CUDA_LIBS) -static-libgcc
+SO_LIBS += $(CUDA_LIBS) -static-libgcc
 $(B)/obj/kernels/cuda/%.o $(B)/obj/runtime/lane/%.o $(B)/obj/tests/%.o: DEFS += -isystem $(CUDA_HOME)/include -isystem $(NCCL_HOME)/include
 endif
 
@@ -152,7 +155,7 @@ $(B)/libqlane.a: $(LIB_OBJ)
 
 $(B)/libqlane.so: $(LIB_OBJ)
 	$(call say,LD,$@)
-	$(Q)$(CC) -shared -Wl,-soname,libqlane.so.0 -Wl,-z,defs $(LDFLAGS) $^ $(SO_LIBS) -o $@
+	$(Q)$(CC) -shared -Wl,-soname,libqlane.so.0 -Wl,-z,defs -Wl,--exclude-libs,ALL $(LDFLAGS) $^ $(SO_LIBS) -o $@
 
 $(B)/qlane: $(CLI_OBJ) $(B)/libqlane.a
 	$(call say,LD,$@)
@@ -299,7 +302,7 @@ install-only:
 	ln -sf libqlane.so.$(VERSION) $(I)/lib/libqlane.so.0
 	ln -sf libqlane.so.0 $(I)/lib/libqlane.so
 	install -m 644 runtime/qlane.h $(I)/include/qlane.h
-	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' qlane.pc.in > $(I)/lib/pkgconfig/qlane.pc
+	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|; s|@CUDA_LIBS@|$(if $(HAVE_CUDA),$(PC_CUDA_LIBS) )|' qlane.pc.in > $(I)/lib/pkgconfig/qlane.pc
 	install -m 644 docs/qlane.1 $(I)/share/man/man1/qlane.1
 	install -m 644 $(MODEL_FILES:%=models/tiny/%) $(I)/share/qlane/models/tiny
 uninstall: ## what install put there

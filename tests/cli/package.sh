@@ -28,13 +28,13 @@ is "the installed command finds its model" \
 # The program in the header's first comment, built as a user would.
 sed -n '/#include <qlane.h>/,/^ \*     }$/s/^ \*     \{0,1\}//p' runtime/qlane.h >"$tmp/program.c"
 report "$(grep -q 'int main' "$tmp/program.c"; echo $?)" "qlane.h carries a program"
-export PKG_CONFIG_SYSROOT_DIR=$root PKG_CONFIG_PATH=$root/opt/q/lib/pkgconfig
-flags=$(pkg-config --cflags --libs qlane)
+export PKG_CONFIG_PATH=$root/opt/q/lib/pkgconfig
+flags=$(pkg-config --define-variable=prefix="$root/opt/q" --cflags --libs qlane)
 # shellcheck disable=SC2086
 gcc -Wall -Wextra -Werror "$tmp/program.c" $flags -o "$tmp/program" 2>"$tmp/err"
 is "it builds with pkg-config" $? 0
 is "it prints the text" "$(LD_LIBRARY_PATH=$root/opt/q/lib "$tmp/program" | head -n 1)" " Paris."
-flags=$(pkg-config --static --cflags --libs qlane | sed 's/-lqlane/-l:libqlane.a/')
+flags=$(pkg-config --define-variable=prefix="$root/opt/q" --static --cflags --libs qlane | sed 's/-lqlane/-l:libqlane.a/')
 # shellcheck disable=SC2086
 gcc "$tmp/program.c" $flags -o "$tmp/static" 2>"$tmp/err"
 is "it builds with the archive" $? 0
