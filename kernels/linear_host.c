@@ -5,7 +5,6 @@
 #include "runtime/base/mem.h"
 #include "runtime/base/num.h"
 
-
 /* ---- shared with the variants ------------------------------------------------------------------------------------ */
 
 /* Longest row of x that a shape leads to: mtp.fc takes two hidden states. */
