@@ -33,7 +33,7 @@ typedef struct ql_bpe {
     uint32_t byte_id[256];
     ql_bpe_pair *pair;
     size_t pair_mask;
-    uint64_t *pair_bit; /* by hash: clear where no pair has that hash */
+    uint64_t *pair_bit; /* filter, by hash: clear where no pair has that hash */
     ql_bpe_piece *piece;
     size_t piece_mask;
 } ql_bpe;
@@ -56,7 +56,8 @@ ql_status ql_bpe_add(ql_bpe *bpe, int64_t id, const char *bytes, size_t n, ql_er
  * vocabularies that lack a token for one of the 256 bytes. */
 ql_status ql_bpe_index(ql_bpe *bpe, size_t n_merge, ql_error *err);
 
-/* The id of a token among those that were there at ql_bpe_index, -1 for none. */
+/* The id of a token among those that were there at ql_bpe_index and, after ql_bpe_finish, that stand for a piece whole;
+ * -1 for none. */
 int32_t ql_bpe_find(const ql_bpe *bpe, const char *bytes, size_t n);
 
 /* A pair that comes again takes the later rank, as in the reference implementation. */

@@ -6,12 +6,10 @@
  * have other versions, and PCRE2 takes U+180E for white space. So that token ids do not depend on the library found on
  * a machine, such characters are matched through stand-ins: the expression sees a copy of the text in which each is
  * replaced by a character of the same length in bytes that all versions agree on. Offsets stay what they were. */
-#define PCRE2_CODE_UNIT_WIDTH 8
 #include "runtime/text/pattern.h"
 
 #include "runtime/text/utf8.h"
 
-#include <pcre2.h>
 #include <string.h>
 
 /* ---- stand-ins ------------------------------------------------------------------------------------------------- */

@@ -4,21 +4,20 @@
 
 #include "runtime/base/buf.h"
 
-struct pcre2_real_code_8;
-struct pcre2_real_match_data_8;
-struct pcre2_real_match_context_8;
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
 
 /* Immutable once compiled; may be shared by threads. */
 typedef struct ql_pattern {
-    struct pcre2_real_code_8 *code;
+    pcre2_code *code;
     bool jit; /* compiled to machine code; else interpreted */
 } ql_pattern;
 
 /* One walk over a text. Zeroed at first, then reused by one thread for walks with one pattern. */
 typedef struct ql_split {
     const ql_pattern *pattern;
-    struct pcre2_real_match_data_8 *match;
-    struct pcre2_real_match_context_8 *limits;
+    pcre2_match_data *match;
+    pcre2_match_context *limits;
     ql_buf view;         /* copy of the text with stand-ins, where it needs any */
     const char *subject; /* what the pattern is matched on, of the text's length */
     size_t n, at;        /* its length, and the end of the last piece */
