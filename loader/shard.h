@@ -44,5 +44,4 @@ void ql_linear_stored_bytes(const ql_linear *linear, const ql_cut *cut, uint64_t
 /* Bytes of a plain tensor's slice at the width of the file. */
 uint64_t ql_tensor_stored_bytes(const ql_tensor *tensor, const ql_cut *cut);
 
-
 #endif

@@ -108,22 +108,22 @@ typedef struct ql_allocator {
 } ql_allocator;
 
 typedef struct ql_options {
-    size_t size;          /* sizeof(ql_options), set by ql_options_default */
-    const char *model;    /* checkpoint directory, or a Hub id found in the local Hugging Face cache; required */
+    size_t size;       /* sizeof(ql_options), set by ql_options_default */
+    const char *model; /* checkpoint directory, or a Hub id found in the local Hugging Face cache; required */
     ql_device_kind device;
-    int32_t lanes;        /* 0: every usable GPU that the model's slices allow, or 1 host lane */
+    int32_t lanes;          /* 0: every usable GPU that the model's slices allow, or 1 host lane */
     const int32_t *devices; /* `lanes` CUDA ordinals, or NULL for 0, 1, ... ; only with QL_DEVICE_CUDA */
-    int32_t ctx;          /* context of one sequence in tokens; 0: the model's limit or what fits, whichever is less */
-    int32_t max_seqs;     /* sequences that may be live at once, 1..256; default 8 */
-    int32_t chunk;        /* prompt rows of one step, a positive multiple of 64; default 512 */
+    int32_t ctx;      /* context of one sequence in tokens; 0: the model's limit or what fits, whichever is less */
+    int32_t max_seqs; /* sequences that may be live at once, 1..256; default 8 */
+    int32_t chunk;    /* prompt rows of one step, a positive multiple of 64; default 512 */
     ql_kv_type kv;
     ql_precision prompt_precision, gen_precision;
-    const char *kernels;  /* "family=name,family=name" to force variants, or NULL; unknown names are an error */
-    int32_t mtp;          /* nonzero: load the multi-token-prediction layer; refused where the checkpoint has none */
-    int32_t verify;       /* nonzero: read every resident slice back and compare its CRC-32 with the file's */
-    uint64_t mem_bytes;   /* memory one lane may use for everything it holds; 0: what the device has */
-    int32_t wait_ms;      /* deadline of any wait on a lane or peer that makes no progress; default 10000 */
-    int32_t init_ms;      /* deadline of communicator set-up; default 20000 */
+    const char *kernels; /* "family=name,family=name" to force variants, or NULL; unknown names are an error */
+    int32_t mtp;         /* nonzero: load the multi-token-prediction layer; refused where the checkpoint has none */
+    int32_t verify;      /* nonzero: read every resident slice back and compare its CRC-32 with the file's */
+    uint64_t mem_bytes;  /* memory one lane may use for everything it holds; 0: what the device has */
+    int32_t wait_ms;     /* deadline of any wait on a lane or peer that makes no progress; default 10000 */
+    int32_t init_ms;     /* deadline of communicator set-up; default 20000 */
     ql_log_fn log;
     void *log_user;
     ql_progress_fn progress;
@@ -152,19 +152,20 @@ QL_API void ql_engine_close(ql_engine **engine);
 /* A sampler's settings. temperature 0 is greedy: the highest logit, lowest id on a tie. Order: penalties, temperature,
  * top-k, top-p, min-p, draw. */
 typedef struct ql_sampling {
-    float temperature;        /* >= 0 */
-    int32_t top_k;            /* keep the k likeliest ids; 0: all */
-    float top_p;              /* keep the smallest likeliest set with mass >= top_p, in (0,1]; 1: all */
-    float min_p;              /* drop ids less likely than min_p times the likeliest, in [0,1]; 0: none */
-    float repetition_penalty; /* > 0; ids in prompt or output: positive logits divided by it, others multiplied; 1: off */
-    float presence_penalty;   /* subtracted once from ids already generated; in [-2,2]; 0: off */
-    float frequency_penalty;  /* subtracted for each time an id was generated; in [-2,2]; 0: off */
-    uint64_t seed;            /* equal seed, prompt and settings give equal output at any lane count */
+    float temperature; /* >= 0 */
+    int32_t top_k;     /* keep the k likeliest ids; 0: all */
+    float top_p;       /* keep the smallest likeliest set with mass >= top_p, in (0,1]; 1: all */
+    float min_p;       /* drop ids less likely than min_p times the likeliest, in [0,1]; 0: none */
+    float
+        repetition_penalty; /* > 0; ids in prompt or output: positive logits divided by it, others multiplied; 1: off */
+    float presence_penalty; /* subtracted once from ids already generated; in [-2,2]; 0: off */
+    float frequency_penalty; /* subtracted for each time an id was generated; in [-2,2]; 0: off */
+    uint64_t seed;           /* equal seed, prompt and settings give equal output at any lane count */
 } ql_sampling;
 
 /* Rows of intermediate values of a prompt, for comparison with other implementations. */
 typedef enum ql_probe_kind {
-    QL_PROBE_HIDDEN = 0,       /* residual stream after the embedding (layer 0) and after layer i (layer i+1); width H */
+    QL_PROBE_HIDDEN = 0, /* residual stream after the embedding (layer 0) and after layer i (layer i+1); width H */
     QL_PROBE_FINAL_HIDDEN = 1, /* after the final norm; width H */
     QL_PROBE_LOGITS = 2,       /* width: vocabulary with padding rows */
     QL_PROBE_MTP_LOGITS = 3,   /* row t predicts token t+2; only prompt rows with a known next token */
@@ -188,20 +189,20 @@ QL_API const char *ql_finish_text(ql_finish finish);
 
 typedef struct ql_request {
     size_t size;
-    const char *text;          /* prompt as UTF-8, or NULL when `ids` is given; exactly one of the two */
-    size_t text_bytes;         /* 0: strlen(text) */
-    const int32_t *ids;        /* prompt as token ids */
+    const char *text;   /* prompt as UTF-8, or NULL when `ids` is given; exactly one of the two */
+    size_t text_bytes;  /* 0: strlen(text) */
+    const int32_t *ids; /* prompt as token ids */
     int32_t n_ids;
-    int32_t max_new;           /* ids to generate at most; 0: until an end-of-sequence id or the context is full */
+    int32_t max_new; /* ids to generate at most; 0: until an end-of-sequence id or the context is full */
     ql_sampling sampling;
-    int32_t model_sampling;    /* nonzero (default): temperature, top_k and top_p come from generation_config.json */
-    const char *const *stop;   /* stop strings, matched on text; need a tokenizer */
-    int32_t n_stop;            /* up to 16, each 1..1024 bytes */
-    int32_t ignore_eos;        /* nonzero: end-of-sequence ids do not end generation */
-    int32_t crc;               /* nonzero: compute ql_result.logits_crc32 (copies logits to the host) */
-    ql_probe_fn probe;         /* NULL: none. Slow; keeps the prompt's intermediate rows */
+    int32_t model_sampling;  /* nonzero (default): temperature, top_k and top_p come from generation_config.json */
+    const char *const *stop; /* stop strings, matched on text; need a tokenizer */
+    int32_t n_stop;          /* up to 16, each 1..1024 bytes */
+    int32_t ignore_eos;      /* nonzero: end-of-sequence ids do not end generation */
+    int32_t crc;             /* nonzero: compute ql_result.logits_crc32 (copies logits to the host) */
+    ql_probe_fn probe;       /* NULL: none. Slow; keeps the prompt's intermediate rows */
     void *probe_user;
-    int32_t detach;            /* nonzero: nobody will ql_wait; the result is dropped after the last callback */
+    int32_t detach; /* nonzero: nobody will ql_wait; the result is dropped after the last callback */
 } ql_request;
 
 QL_API ql_request ql_request_default(void);
@@ -217,12 +218,12 @@ typedef uint64_t ql_request_id; /* never 0, never reused within an engine */
 typedef struct ql_event {
     ql_event_kind kind;
     ql_request_id request;
-    int32_t done, total;  /* QL_EVENT_PROMPT */
-    int32_t id;           /* QL_EVENT_TOKEN */
-    float logprob;        /* QL_EVENT_TOKEN: natural log, of the raw distribution over the whole vocabulary */
-    const char *text;     /* valid UTF-8, NUL-terminated, "" without a tokenizer; valid during the call */
+    int32_t done, total; /* QL_EVENT_PROMPT */
+    int32_t id;          /* QL_EVENT_TOKEN */
+    float logprob;       /* QL_EVENT_TOKEN: natural log, of the raw distribution over the whole vocabulary */
+    const char *text;    /* valid UTF-8, NUL-terminated, "" without a tokenizer; valid during the call */
     size_t text_bytes;
-    ql_finish finish;     /* QL_EVENT_END */
+    ql_finish finish;      /* QL_EVENT_END */
     const ql_error *error; /* QL_EVENT_END: NULL, or why the request failed */
 } ql_event;
 
@@ -232,19 +233,19 @@ typedef void (*ql_event_fn)(void *user, const ql_event *event);
 
 typedef struct ql_result {
     ql_request_id request;
-    ql_status status;       /* QL_OK, or why the request failed; the fields below hold what had been generated */
+    ql_status status; /* QL_OK, or why the request failed; the fields below hold what had been generated */
     ql_finish finish;
     int32_t n_prompt, n_ids;
     const int32_t *prompt_ids;
-    const int32_t *ids;     /* generated, with the end-of-sequence id if one came */
-    const float *logprobs;  /* one for each id */
-    const char *text;       /* without end-of-sequence and stop string; NULL without a tokenizer */
+    const int32_t *ids;    /* generated, with the end-of-sequence id if one came */
+    const float *logprobs; /* one for each id */
+    const char *text;      /* without end-of-sequence and stop string; NULL without a tokenizer */
     size_t text_bytes;
     int32_t has_crc;
-    uint32_t logits_crc32;  /* CRC-32 over the raw little-endian f32 logits of each step that chose an id, in order */
-    double prompt_s;        /* from the start of its first step to the first logits */
-    double first_token_s;   /* from submit to the first id */
-    double decode_s;        /* from the first id to the last */
+    uint32_t logits_crc32; /* CRC-32 over the raw little-endian f32 logits of each step that chose an id, in order */
+    double prompt_s;       /* from the start of its first step to the first logits */
+    double first_token_s;  /* from submit to the first id */
+    double decode_s;       /* from the first id to the last */
     ql_error error;
 } ql_result;
 
@@ -268,15 +269,15 @@ QL_API void ql_result_free(ql_result *result);
 /* ---- what an engine holds and did --------------------------------------------------------------------------- */
 
 typedef struct ql_lane_stats {
-    char device[64];         /* "host", or the GPU's ordinal and name */
+    char device[64];                                  /* "host", or the GPU's ordinal and name */
     uint64_t weight_bytes, scale_bytes;               /* resident, as the runtime holds them */
     uint64_t stored_weight_bytes, stored_scale_bytes; /* the same tensors at the width of the file */
     uint64_t kv_bytes, state_bytes, workspace_bytes, context_bytes;
-    uint64_t h2d_bytes, d2h_bytes;                    /* copied since open; equal weights count once */
+    uint64_t h2d_bytes, d2h_bytes; /* copied since open; equal weights count once */
 } ql_lane_stats;
 
 typedef struct ql_path_count {
-    char name[48]; /* kernel family, format and variant, such as "linear.nvfp4.gen/avx512" */
+    char name[48];  /* kernel family, format and variant, such as "linear.nvfp4.gen/avx512" */
     uint64_t calls; /* summed over lanes */
 } ql_path_count;
 
@@ -287,11 +288,11 @@ typedef struct ql_phase_time {
 
 typedef struct ql_stats {
     size_t size;
-    int32_t n_lanes, slices;    /* lane count and the model's canonical slice count S */
+    int32_t n_lanes, slices; /* lane count and the model's canonical slice count S */
     ql_device_kind device;
     int32_t ctx, max_seqs, chunk, kv_pages;
     int32_t live_seqs, free_slots, free_pages; /* at the time of the call */
-    double load_s;              /* from open to ready */
+    double load_s;                             /* from open to ready */
     uint64_t prompt_tokens, generated_tokens, steps;
     ql_lane_stats lane[64];
     int32_t n_paths;
@@ -341,31 +342,31 @@ typedef struct ql_checkpoint_info {
     int32_t n_layers, hidden, intermediate, vocab;
     int32_t n_heads, n_kv_heads, n_key_heads, n_value_heads; /* attention q and kv, GatedDeltaNet k and v */
     int32_t max_ctx;
-    int32_t slices;              /* canonical slice count S; lane counts are its divisors */
+    int32_t slices; /* canonical slice count S; lane counts are its divisors */
     int32_t has_mtp, tied_embeddings, has_tokenizer;
     int32_t n_tensors, n_files;
-    int32_t n_linears;           /* projections of the text decoder and lm_head, MTP excluded */
+    int32_t n_linears; /* projections of the text decoder and lm_head, MTP excluded */
     int32_t n_nvfp4, n_fp8, n_plain;
-    int32_t n_ignored;           /* tensors known and left out, vision among them */
+    int32_t n_ignored; /* tensors known and left out, vision among them */
     uint64_t ignored_bytes;
     uint64_t weight_bytes, scale_bytes; /* text decoder, as stored, MTP excluded */
     uint64_t mtp_bytes;
-    char scheme[64];             /* "compressed-tensors (2 groups)", "fp8 128x128", "modelopt NVFP4", "none" */
+    char scheme[64]; /* "compressed-tensors (2 groups)", "fp8 128x128", "modelopt NVFP4", "none" */
 } ql_checkpoint_info;
 
 QL_API void ql_checkpoint_get_info(const ql_checkpoint *checkpoint, ql_checkpoint_info *info);
 
 typedef struct ql_tensor_info {
-    const char *name;    /* borrowed until close */
-    const char *file;    /* base name of its shard */
-    const char *dtype;   /* as in the file: "BF16", "F8_E4M3", ... */
+    const char *name;  /* borrowed until close */
+    const char *file;  /* base name of its shard */
+    const char *dtype; /* as in the file: "BF16", "F8_E4M3", ... */
     int32_t rank;
     int64_t shape[8];
-    uint64_t offset;     /* of the first byte in its file */
+    uint64_t offset; /* of the first byte in its file */
     uint64_t bytes;
-    const char *role;    /* "weight", "scale", "norm", ..., or "ignored" */
-    const char *format;  /* of the module it belongs to: "nvfp4", "fp8-channel", ..., "" where none applies */
-    const char *reason;  /* why: the rule and the configuration entry that agree, or why it is left out */
+    const char *role;   /* "weight", "scale", "norm", ..., or "ignored" */
+    const char *format; /* of the module it belongs to: "nvfp4", "fp8-channel", ..., "" where none applies */
+    const char *reason; /* why: the rule and the configuration entry that agree, or why it is left out */
 } ql_tensor_info;
 
 /* i counts from 0 to n_tensors - 1, in name order. Returns QL_ERR_USAGE past the end. */
@@ -381,8 +382,8 @@ QL_API const char *ql_checkpoint_note(const ql_checkpoint *checkpoint, int32_t i
 /* What one lane would hold. Bytes "held" are as the runtime keeps a tensor, "stored" the same at the file's width. */
 typedef struct ql_lane_plan {
     uint64_t weight_bytes, scale_bytes, stored_weight_bytes, stored_scale_bytes;
-    uint64_t state_bytes;     /* recurrent state and conv tails of max_seqs sequences */
-    uint64_t kv_bytes;        /* for max_seqs sequences of ctx tokens */
+    uint64_t state_bytes; /* recurrent state and conv tails of max_seqs sequences */
+    uint64_t kv_bytes;    /* for max_seqs sequences of ctx tokens */
     uint64_t workspace_bytes, context_bytes;
     uint64_t total_bytes;
     int32_t q_head0, q_head1, kv_head0, kv_head1, key_head0, key_head1, value_head0, value_head1;

@@ -11,7 +11,8 @@ ql_status ql_json_parse(const char *bytes, size_t len, const char *what, json_t 
     json_error_t je;
     json_t *j = json_loadb(bytes, len, JSON_REJECT_DUPLICATES, &je);
     if (!j) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: not valid JSON at line %d column %d: %s", what, je.line, je.column, je.text);
+        return ql_fail(err, QL_ERR_MODEL, "%s: not valid JSON at line %d column %d: %s", what, je.line, je.column,
+                       je.text);
     }
     if (!json_is_object(j)) {
         json_decref(j);
@@ -34,7 +35,8 @@ ql_status ql_read_file(const char *path, size_t max, char **data, size_t *len, q
         goto done;
     }
     if ((uint64_t)st.st_size > max) {
-        status = ql_fail(err, QL_ERR_MODEL, "%s has %lld bytes; at most %zu are accepted", path, (long long)st.st_size, max);
+        status =
+            ql_fail(err, QL_ERR_MODEL, "%s has %lld bytes; at most %zu are accepted", path, (long long)st.st_size, max);
         goto done;
     }
     size_t n = (size_t)st.st_size;

@@ -102,7 +102,14 @@ static inline float ql_f32_of_e2m1(uint8_t code) {
 /* Nearest of clamp(f, +-6), ties to the even code. */
 static inline uint8_t ql_e2m1_of_f32(float f) {
     float a = fabsf(f);
-    uint8_t code = a <= 0.25f ? 0 : a < 0.75f ? 1 : a <= 1.25f ? 2 : a < 1.75f ? 3 : a <= 2.5f ? 4 : a < 3.5f ? 5 : a <= 5.0f ? 6 : 7;
+    uint8_t code = a <= 0.25f   ? 0
+                   : a < 0.75f  ? 1
+                   : a <= 1.25f ? 2
+                   : a < 1.75f  ? 3
+                   : a <= 2.5f  ? 4
+                   : a < 3.5f   ? 5
+                   : a <= 5.0f  ? 6
+                                : 7;
     return (uint8_t)(code | (ql_bits_of_f32(f) >> 31 ? 8 : 0));
 }
 

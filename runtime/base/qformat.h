@@ -23,10 +23,29 @@ extern "C" {
 #endif
 
 typedef enum ql_dtype {
-    QL_DTYPE_BOOL, QL_DTYPE_U8, QL_DTYPE_I8, QL_DTYPE_I16, QL_DTYPE_U16, QL_DTYPE_I32, QL_DTYPE_U32, QL_DTYPE_I64,
-    QL_DTYPE_U64, QL_DTYPE_F16, QL_DTYPE_BF16, QL_DTYPE_F32, QL_DTYPE_F64, QL_DTYPE_C64, QL_DTYPE_F4,
-    QL_DTYPE_F6_E2M3, QL_DTYPE_F6_E3M2, QL_DTYPE_F8_E4M3, QL_DTYPE_F8_E5M2, QL_DTYPE_F8_E8M0,
-    QL_DTYPE_F8_E4M3FNUZ, QL_DTYPE_F8_E5M2FNUZ, QL_DTYPE_COUNT
+    QL_DTYPE_BOOL,
+    QL_DTYPE_U8,
+    QL_DTYPE_I8,
+    QL_DTYPE_I16,
+    QL_DTYPE_U16,
+    QL_DTYPE_I32,
+    QL_DTYPE_U32,
+    QL_DTYPE_I64,
+    QL_DTYPE_U64,
+    QL_DTYPE_F16,
+    QL_DTYPE_BF16,
+    QL_DTYPE_F32,
+    QL_DTYPE_F64,
+    QL_DTYPE_C64,
+    QL_DTYPE_F4,
+    QL_DTYPE_F6_E2M3,
+    QL_DTYPE_F6_E3M2,
+    QL_DTYPE_F8_E4M3,
+    QL_DTYPE_F8_E5M2,
+    QL_DTYPE_F8_E8M0,
+    QL_DTYPE_F8_E4M3FNUZ,
+    QL_DTYPE_F8_E5M2FNUZ,
+    QL_DTYPE_COUNT
 } ql_dtype;
 
 /* Name as in a safetensors header, such as "BF16". */
@@ -41,8 +60,14 @@ int ql_dtype_is_plain(ql_dtype dtype);
 void ql_dtype_to_f32(ql_dtype dtype, const void *src, int64_t n, float *dst);
 
 typedef enum ql_qformat {
-    QL_FORMAT_F32, QL_FORMAT_F16, QL_FORMAT_BF16, QL_FORMAT_FP8_CHANNEL, QL_FORMAT_FP8_TENSOR, QL_FORMAT_FP8_BLOCK,
-    QL_FORMAT_NVFP4, QL_FORMAT_COUNT
+    QL_FORMAT_F32,
+    QL_FORMAT_F16,
+    QL_FORMAT_BF16,
+    QL_FORMAT_FP8_CHANNEL,
+    QL_FORMAT_FP8_TENSOR,
+    QL_FORMAT_FP8_BLOCK,
+    QL_FORMAT_NVFP4,
+    QL_FORMAT_COUNT
 } ql_qformat;
 
 /* "f32", "f16", "bf16", "fp8-channel", "fp8-tensor", "fp8-block", "nvfp4". */

@@ -29,21 +29,21 @@ ql_status ql_fail_in(ql_error *err, const char *what);
 
 void ql_error_clear(ql_error *err);
 
-#define QL_TRY(call)                     \
-    do {                                 \
-        ql_status ql_try_ = (call);      \
-        if (ql_try_ != QL_OK) {          \
-            return ql_try_;              \
-        }                                \
+#define QL_TRY(call)                                                                                                   \
+    do {                                                                                                               \
+        ql_status ql_try_ = (call);                                                                                    \
+        if (ql_try_ != QL_OK) {                                                                                        \
+            return ql_try_;                                                                                            \
+        }                                                                                                              \
     } while (0)
 
 /* Assigns the failure to the function's local `status` and jumps. */
-#define QL_TRY_GOTO(call, label)         \
-    do {                                 \
-        status = (call);                 \
-        if (status != QL_OK) {           \
-            goto label;                  \
-        }                                \
+#define QL_TRY_GOTO(call, label)                                                                                       \
+    do {                                                                                                               \
+        status = (call);                                                                                               \
+        if (status != QL_OK) {                                                                                         \
+            goto label;                                                                                                \
+        }                                                                                                              \
     } while (0)
 
 #ifdef __cplusplus

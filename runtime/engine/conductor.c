@@ -219,7 +219,10 @@ static void take_output(ql_engine *e, int32_t out) {
     ql_status status = ql_seq_accept(seq, e, id, e->out_logprob[out], &err);
     ql_dev_count(&e->n_generated, 1);
     if (status == QL_OK) {
-        send(seq, &(ql_event){.kind = QL_EVENT_TOKEN, .id = id, .logprob = e->out_logprob[out], .text = seq->out.data,
+        send(seq, &(ql_event){.kind = QL_EVENT_TOKEN,
+                              .id = id,
+                              .logprob = e->out_logprob[out],
+                              .text = seq->out.data,
                               .text_bytes = seq->out.len});
     }
     if (status != QL_OK || seq->finish != QL_FINISH_NONE) {

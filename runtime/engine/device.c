@@ -11,7 +11,8 @@
 /* ---- choice -------------------------------------------------------------------------------------------------------- */
 
 #if QL_CUDA
-static ql_status choose_cuda(ql_devices *d, const ql_options *o, const ql_config *config, int32_t count, ql_error *err) {
+static ql_status choose_cuda(ql_devices *d, const ql_options *o, const ql_config *config, int32_t count,
+                             ql_error *err) {
     int32_t n = o->lanes;
     if (n == 0) { /* every GPU that the slices allow */
         for (n = config->slices; n > count; n /= 2) {
@@ -31,14 +32,16 @@ static ql_status choose_cuda(ql_devices *d, const ql_options *o, const ql_config
         d->ordinal[i] = o->devices ? o->devices[i] : i;
         for (int32_t j = 0; j < i; j++) {
             if (d->ordinal[j] == d->ordinal[i]) {
-                return ql_fail(err, QL_ERR_USAGE, "GPU %d is named for two lanes; each lane needs one of its own", d->ordinal[i]);
+                return ql_fail(err, QL_ERR_USAGE, "GPU %d is named for two lanes; each lane needs one of its own",
+                               d->ordinal[i]);
             }
         }
         QL_TRY(ql_cuda_info(d->ordinal[i], i ? &other : &first, err));
         if (i && (other.major != first.major || other.minor != first.minor)) {
-            return ql_fail(err, QL_ERR_DEVICE,
-                           "GPU %d is an %s and GPU %d an %s: their kernels differ, and so would the bits; use GPUs of one kind",
-                           d->ordinal[0], first.name, d->ordinal[i], other.name);
+            return ql_fail(
+                err, QL_ERR_DEVICE,
+                "GPU %d is an %s and GPU %d an %s: their kernels differ, and so would the bits; use GPUs of one kind",
+                d->ordinal[0], first.name, d->ordinal[i], other.name);
         }
     }
     return QL_OK;
@@ -84,8 +87,9 @@ ql_status ql_devices_of_plan(ql_devices *d, const ql_options *o, ql_error *err) 
     (void)err;
     return QL_OK;
 #else
-    return d->kind == QL_DEVICE_HOST ? QL_OK
-                                     : ql_fail(err, QL_ERR_DEVICE, "this build has no CUDA lanes; accepted is the host device");
+    return d->kind == QL_DEVICE_HOST
+               ? QL_OK
+               : ql_fail(err, QL_ERR_DEVICE, "this build has no CUDA lanes; accepted is the host device");
 #endif
 }
 
@@ -103,8 +107,14 @@ uint64_t ql_devices_comm_bytes(const ql_devices *d, size_t max_bytes) {
 ql_status ql_devices_open(ql_devices *d, const ql_options *o, ql_lane_group *lanes, size_t max_bytes, ql_error *err) {
 #if QL_CUDA
     if (d->kind == QL_DEVICE_CUDA) {
-        ql_comm_cuda_options co = {.n_lane = d->n_lane, .ordinal = d->ordinal, .max_bytes = max_bytes, .wait_ms = o->wait_ms,
-                                   .init_ms = o->init_ms, .abort = &lanes->abort, .log = lanes->log, .mem = lanes->mem};
+        ql_comm_cuda_options co = {.n_lane = d->n_lane,
+                                   .ordinal = d->ordinal,
+                                   .max_bytes = max_bytes,
+                                   .wait_ms = o->wait_ms,
+                                   .init_ms = o->init_ms,
+                                   .abort = &lanes->abort,
+                                   .log = lanes->log,
+                                   .mem = lanes->mem};
         return ql_comm_cuda_open(&d->comm, &co, err);
     }
 #endif
@@ -140,7 +150,8 @@ static ql_status free_bytes_lane(ql_lane *lane, void *arg) {
     uint64_t *least = arg, free_bytes, total;
     QL_TRY(ql_cuda_mem(&lane->dev, &free_bytes, &total));
     uint64_t seen = __atomic_load_n(least, __ATOMIC_RELAXED);
-    while (free_bytes < seen && !__atomic_compare_exchange_n(least, &seen, free_bytes, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    while (free_bytes < seen &&
+           !__atomic_compare_exchange_n(least, &seen, free_bytes, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
     return QL_OK;
 }

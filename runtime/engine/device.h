@@ -6,10 +6,10 @@
 #include "runtime/lane/lane.h"
 
 typedef struct ql_devices {
-    ql_device_kind kind;              /* HOST or CUDA */
+    ql_device_kind kind; /* HOST or CUDA */
     int32_t n_lane;
-    int32_t ordinal[QL_MAX_SLICES];   /* CUDA */
-    const ql_ops *ops;                /* the kind's table, for plans */
+    int32_t ordinal[QL_MAX_SLICES]; /* CUDA */
+    const ql_ops *ops;              /* the kind's table, for plans */
     ql_comm_group *comm;
 } ql_devices;
 

@@ -76,7 +76,8 @@ static ql_status plan(ql_engine *e, ql_error *err) {
         int32_t wanted = e->ctx ? e->ctx : QL_PAGE;
         uint64_t need = ql_plan_largest_lane(e->ckpt, o, &e->devices, wanted);
         return ql_fail(err, QL_ERR_MEMORY,
-                       "a lane needs %.1f MiB for %d sequences of %d tokens and may use %.1f MiB; the largest context that fits is %d",
+                       "a lane needs %.1f MiB for %d sequences of %d tokens and may use %.1f MiB; the largest context "
+                       "that fits is %d",
                        (double)need / 0x1p20, o->max_seqs, wanted, (double)mem / 0x1p20, fits);
     }
     e->limits = ql_limits_of(o, e->devices.kind, e->ctx);
@@ -128,8 +129,8 @@ static void count_resident(void *user, uint64_t bytes) {
 static ql_status lane_open_model(ql_lane *lane, void *arg) {
     ql_engine *e = arg;
     const ql_shard *shard = &e->shard[lane->index];
-    QL_TRY(ql_model_open(&e->model[lane->index], e->ckpt, shard, &e->limits, &lane->dev, &lane->comm, &e->log, e->allowed,
-                         count_resident, e, &lane->err));
+    QL_TRY(ql_model_open(&e->model[lane->index], e->ckpt, shard, &e->limits, &lane->dev, &lane->comm, &e->log,
+                         e->allowed, count_resident, e, &lane->err));
     ql_model_bytes planned;
     ql_model_size(e->ckpt, shard, &e->limits, lane->dev.ops, &planned);
     if (memcmp(&planned, ql_model_held(e->model[lane->index]), sizeof planned) != 0) {
@@ -174,7 +175,8 @@ static ql_status open_models(ql_engine *e, ql_error *err) {
     return ql_lanes_run(&e->lanes, lane_open_model, e, err);
 }
 
-ql_status ql_engine_open_hooked(ql_engine **engine, const ql_options *options, const ql_test_hooks *hooks, ql_error *err) {
+ql_status ql_engine_open_hooked(ql_engine **engine, const ql_options *options, const ql_test_hooks *hooks,
+                                ql_error *err) {
     ql_error own = {QL_OK, ""};
     err = err ? err : &own;
     ql_error_clear(err);
@@ -332,7 +334,8 @@ ql_status ql_wait(ql_engine *e, ql_request_id id, ql_result **result, ql_error *
     ql_seq *seq = find(e, id);
     if (!seq || seq->waited || seq->detach) {
         ql_unlock(&e->mutex);
-        return ql_fail(err, QL_ERR_USAGE, "request %llu is not one to wait for: unknown, detached or already waited for",
+        return ql_fail(err, QL_ERR_USAGE,
+                       "request %llu is not one to wait for: unknown, detached or already waited for",
                        (unsigned long long)id);
     }
     seq->waited = true;

@@ -28,7 +28,8 @@ ql_model_limits ql_limits_of(const ql_options *options, ql_device_kind kind, int
 size_t ql_plan_reduce_bytes(const ql_checkpoint *ckpt, const ql_options *options);
 
 /* Bytes of the lane that holds most, its collectives included. */
-uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *options, const ql_devices *devices, int32_t ctx);
+uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *options, const ql_devices *devices,
+                              int32_t ctx);
 
 /* The largest context, a multiple of 64 or the model's limit, whose largest lane fits in `mem`; 0: none. */
 int32_t ql_plan_max_ctx(const ql_checkpoint *ckpt, const ql_options *options, const ql_devices *devices, uint64_t mem);
@@ -45,7 +46,7 @@ struct ql_seq {
     uint32_t cancel; /* atomic; set by any thread */
 
     /* guarded by the engine's mutex */
-    ql_seq *next;    /* all requests not yet collected */
+    ql_seq *next; /* all requests not yet collected */
     bool waited, ended;
 
     /* set at submit, then read-only */
@@ -61,9 +62,9 @@ struct ql_seq {
     ql_seq *next_run; /* queue or active list */
     ql_seq_state state;
     int32_t slot;
-    int32_t *page;    /* KV pages in order of position */
+    int32_t *page; /* KV pages in order of position */
     int32_t n_page;
-    int32_t n_done;   /* prompt ids through the model */
+    int32_t n_done; /* prompt ids through the model */
     int32_t *ids;
     float *logprobs;
     int32_t n_ids;
@@ -102,7 +103,7 @@ struct ql_engine {
     ql_allocator allocator;
     const ql_allocator *mem; /* NULL or &allocator */
     ql_log log;
-    ql_options options;      /* strings owned */
+    ql_options options; /* strings owned */
     ql_test_hooks hooks;
     ql_checkpoint *ckpt;
     ql_tokenizer *tokenizer; /* NULL: ids only */
@@ -113,22 +114,22 @@ struct ql_engine {
     uint32_t *allowed;
     ql_lane_group lanes;
     ql_model *model[QL_MAX_LANES];
-    uint64_t comm_bytes;     /* of each lane's collectives */
+    uint64_t comm_bytes; /* of each lane's collectives */
     double load_s;
 
     ql_mutex progress_mutex; /* guards the two below and calls of options.progress */
     uint64_t resident_bytes, total_bytes;
 
     ql_thread conductor;
-    bool conducting;         /* the conductor runs */
+    bool conducting; /* the conductor runs */
 
-    ql_mutex mutex;          /* guards the fields below */
+    ql_mutex mutex; /* guards the fields below */
     ql_cond work, done;
-    ql_seq *all;             /* every request not yet collected */
+    ql_seq *all;                      /* every request not yet collected */
     ql_seq *incoming, **incoming_end; /* submitted, not yet seen by the conductor; linked by next_run */
     ql_request_id last_id;
     bool closing;
-    ql_error failed;         /* why the engine refuses work */
+    ql_error failed; /* why the engine refuses work */
 
     /* the conductor's */
     ql_seq *queue, **queue_end; /* waiting for a slot */
@@ -139,11 +140,11 @@ struct ql_engine {
     ql_step step;
     ql_step_layout layout;
     uint8_t *block;
-    ql_seq *out_seq[QL_MAX_SEQS];  /* the sequence of each row with logits */
-    ql_seq *seg_seq[QL_MAX_SEQS];  /* the sequence of each segment */
+    ql_seq *out_seq[QL_MAX_SEQS]; /* the sequence of each row with logits */
+    ql_seq *seg_seq[QL_MAX_SEQS]; /* the sequence of each segment */
     int32_t out_id[QL_MAX_SEQS];
     float out_logprob[QL_MAX_SEQS];
-    float *logits;              /* [max_seq][vocab] */
+    float *logits; /* [max_seq][vocab] */
 
     /* read by ql_engine_stats; relaxed atomics */
     uint64_t n_prompt_tokens, n_generated, n_steps;

@@ -20,7 +20,8 @@ ql_status ql_options_check(const ql_options *o, const ql_config *config, bool ha
     if (o->size != sizeof *o) {
         return ql_fail(err, QL_ERR_USAGE, "options.size is %zu; call ql_options_default (%zu)", o->size, sizeof *o);
     }
-    QL_TRY(check_range("lanes", o->lanes, 0, INT32_MAX, err)); /* ql_shard_init names the counts that the model allows */
+    QL_TRY(
+        check_range("lanes", o->lanes, 0, INT32_MAX, err)); /* ql_shard_init names the counts that the model allows */
     QL_TRY(check_range("ctx", o->ctx, 0, config->max_ctx, err));
     QL_TRY(check_range("max_seqs", o->max_seqs, 1, QL_MAX_SEQS, err));
     QL_TRY(check_range("chunk", o->chunk, QL_PAGE, 1 << 16, err));
@@ -115,8 +116,7 @@ ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_
     plan->chunk = o->chunk;
     plan->kv = o->kv;
     plan->mem_bytes = o->mem_bytes;
-    plan->max_ctx_that_fits =
-        o->mem_bytes ? ql_plan_max_ctx(ckpt, o, &devices, o->mem_bytes) : ckpt->config.max_ctx;
+    plan->max_ctx_that_fits = o->mem_bytes ? ql_plan_max_ctx(ckpt, o, &devices, o->mem_bytes) : ckpt->config.max_ctx;
     plan->ctx = o->ctx ? o->ctx : plan->max_ctx_that_fits ? plan->max_ctx_that_fits : QL_PAGE;
     ql_model_limits limits = ql_limits_of(o, devices.kind, plan->ctx);
     plan->state_bytes_per_seq = ql_model_slot_bytes(ckpt, &shard);

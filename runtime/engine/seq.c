@@ -77,12 +77,14 @@ static ql_status take_prompt(ql_seq *seq, const ql_engine *e, const ql_request *
     }
     for (int32_t i = 0; i < seq->n_prompt; i++) {
         if (seq->prompt[i] < 0 || seq->prompt[i] >= e->ckpt->config.vocab) {
-            return ql_fail(err, QL_ERR_USAGE, "token id %d at position %d is not in the vocabulary; accepted are 0 to %d",
-                           seq->prompt[i], i, e->ckpt->config.vocab - 1);
+            return ql_fail(err, QL_ERR_USAGE,
+                           "token id %d at position %d is not in the vocabulary; accepted are 0 to %d", seq->prompt[i],
+                           i, e->ckpt->config.vocab - 1);
         }
     }
     if (seq->n_prompt >= e->ctx) {
-        return ql_fail(err, QL_ERR_USAGE, "the prompt has %d tokens and the context %d: at most %d leave room for an answer",
+        return ql_fail(err, QL_ERR_USAGE,
+                       "the prompt has %d tokens and the context %d: at most %d leave room for an answer",
                        seq->n_prompt, e->ctx, e->ctx - 1);
     }
     return QL_OK;
@@ -158,7 +160,9 @@ ql_status ql_seq_create(ql_seq **out, const ql_engine *e, const ql_request *r, q
     size_t n = (size_t)seq->max_new, total = (size_t)seq->n_prompt + n;
     QL_TRY_GOTO(ql_alloc(NULL, n, sizeof *seq->ids, "generated ids", (void **)&seq->ids, err), fail);
     QL_TRY_GOTO(ql_alloc(NULL, n, sizeof *seq->logprobs, "log probabilities", (void **)&seq->logprobs, err), fail);
-    QL_TRY_GOTO(ql_alloc(NULL, (size_t)ql_pages_of((int32_t)total), sizeof *seq->page, "a page table", (void **)&seq->page, err), fail);
+    QL_TRY_GOTO(ql_alloc(NULL, (size_t)ql_pages_of((int32_t)total), sizeof *seq->page, "a page table",
+                         (void **)&seq->page, err),
+                fail);
     if (penalised(&seq->sampling)) {
         QL_TRY_GOTO(ql_alloc(NULL, total, sizeof *seq->seen, "penalty counts", (void **)&seq->seen, err), fail);
         for (int32_t i = 0; i < seq->n_prompt; i++) {

@@ -17,6 +17,7 @@ typedef struct ql_test_hooks {
 } ql_test_hooks;
 
 /* Like ql_engine_open. Hooks are copied; what they point to outlives the engine. */
-ql_status ql_engine_open_hooked(ql_engine **engine, const ql_options *options, const ql_test_hooks *hooks, ql_error *err);
+ql_status ql_engine_open_hooked(ql_engine **engine, const ql_options *options, const ql_test_hooks *hooks,
+                                ql_error *err);
 
 #endif

@@ -16,8 +16,8 @@ extern "C" {
 
 /* The first failure of an engine, seen by every wait. */
 typedef struct ql_abort {
-    uint32_t flag;      /* atomic; set once, after `first` is complete */
-    ql_mutex mutex;     /* guards the fields below */
+    uint32_t flag;  /* atomic; set once, after `first` is complete */
+    ql_mutex mutex; /* guards the fields below */
     ql_error first;
     uint32_t *mirror[64]; /* words that devices watch, set to 1 with the flag; NULL: none */
 } ql_abort;
@@ -28,7 +28,9 @@ void ql_abort_deinit(ql_abort *abort);
 void ql_abort_raise(ql_abort *abort, const ql_error *error);
 /* From now on `word` is set when the flag is, at once if it is already; NULL ends that. */
 void ql_abort_mirror(ql_abort *abort, int32_t index, uint32_t *word);
-static inline bool ql_abort_raised(const ql_abort *abort) { return __atomic_load_n(&abort->flag, __ATOMIC_ACQUIRE) != 0; }
+static inline bool ql_abort_raised(const ql_abort *abort) {
+    return __atomic_load_n(&abort->flag, __ATOMIC_ACQUIRE) != 0;
+}
 /* Copies the first error to err and returns its status. QL_OK when none was raised. */
 ql_status ql_abort_error(ql_abort *abort, ql_error *err);
 

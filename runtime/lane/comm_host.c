@@ -70,8 +70,9 @@ static ql_status rendezvous(ql_comm *comm, const void *src, void *dst, size_t by
         ql_status status = QL_OK;
         for (int32_t i = 0; src && i < g->n_lane; i++) {
             if (g->bytes[i] != bytes) {
-                status = ql_fail(err, QL_ERR_INTERNAL, "lane %d: collective of %zu bytes met one of %zu bytes on lane %d",
-                                 comm->lane, bytes, g->bytes[i], i);
+                status =
+                    ql_fail(err, QL_ERR_INTERNAL, "lane %d: collective of %zu bytes met one of %zu bytes on lane %d",
+                            comm->lane, bytes, g->bytes[i], i);
             }
         }
         g->n_arrived = 0;
@@ -107,7 +108,8 @@ static ql_status rendezvous(ql_comm *comm, const void *src, void *dst, size_t by
             seen = now;
             progress_ns = ql_now_ns();
         } else if (ql_now_ns() - progress_ns >= wait_ns) {
-            status = ql_fail(err, QL_ERR_DEVICE, "lane %d waited %d ms for lane %d, which made no progress (deadline of a wait)",
+            status = ql_fail(err, QL_ERR_DEVICE,
+                             "lane %d waited %d ms for lane %d, which made no progress (deadline of a wait)",
                              comm->lane, g->wait_ms, missing);
         }
     }
@@ -184,7 +186,8 @@ ql_status ql_comm_host_open(ql_comm_group **group, int32_t n_lane, ql_abort *abo
 }
 
 void ql_comm_host_bind(ql_comm_group *group, int32_t lane, ql_dev *dev, ql_comm *comm) {
-    *comm = (ql_comm){.lane = lane, .n_lane = group->n_lane, .dev = dev, .group = group, .reduce = reduce, .gather = gather};
+    *comm = (ql_comm){
+        .lane = lane, .n_lane = group->n_lane, .dev = dev, .group = group, .reduce = reduce, .gather = gather};
     group->dev[lane] = dev;
 }
 

@@ -36,15 +36,17 @@ ql_status ql_nccl_open(ql_nccl *nccl, ql_error *err) {
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
         void *f = dlsym(nccl->library, entries[i].name);
         if (!f) {
-            ql_status status = ql_fail(err, QL_ERR_DEVICE, "%s has no %s; NCCL 2.27.5 or later is needed", path, entries[i].name);
+            ql_status status =
+                ql_fail(err, QL_ERR_DEVICE, "%s has no %s; NCCL 2.27.5 or later is needed", path, entries[i].name);
             ql_nccl_close(nccl);
             return status;
         }
         memcpy(entries[i].at, &f, sizeof f); /* an object pointer is a function pointer on this system */
     }
     if (get_version(&nccl->version) != ncclSuccess || nccl->version < OLDEST || major_of(nccl->version) != NCCL_MAJOR) {
-        ql_status status = ql_fail(err, QL_ERR_DEVICE, "%s is NCCL %d.%d.%d; accepted are %d.x from 2.27.5", path,
-                                   major_of(nccl->version), nccl->version % 10000 / 100, nccl->version % 100, NCCL_MAJOR);
+        ql_status status =
+            ql_fail(err, QL_ERR_DEVICE, "%s is NCCL %d.%d.%d; accepted are %d.x from 2.27.5", path,
+                    major_of(nccl->version), nccl->version % 10000 / 100, nccl->version % 100, NCCL_MAJOR);
         ql_nccl_close(nccl);
         return status;
     }

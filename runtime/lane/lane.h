@@ -21,12 +21,12 @@ struct ql_lane {
     ql_lane_group *group;
     ql_thread thread;
     bool started;
-    ql_error err;   /* the lane thread's; dev.err points here */
-    ql_dev dev;     /* the lane thread's; its counters may be read by anyone with relaxed atomics */
+    ql_error err; /* the lane thread's; dev.err points here */
+    ql_dev dev;   /* the lane thread's; its counters may be read by anyone with relaxed atomics */
     ql_comm comm;
 
     /* guarded by group->mutex */
-    ql_lane_fn fn;  /* not NULL: posted or running */
+    ql_lane_fn fn; /* not NULL: posted or running */
     void *arg;
 };
 
@@ -39,7 +39,7 @@ struct ql_lane_group {
     ql_mutex mutex; /* guards closing, n_busy and the lanes' fn and arg */
     ql_cond posted, finished;
     void (*fini)(ql_lane *lane);
-    void *user;     /* the level above's */
+    void *user; /* the level above's */
     bool closing;
     int32_t n_busy;
 };

@@ -16,8 +16,8 @@ typedef struct ql_nccl {
     ncclResult_t (*comm_init_all)(ncclComm_t *comm, int n, const int *devices);
     ncclResult_t (*comm_destroy)(ncclComm_t comm);
     ncclResult_t (*comm_abort)(ncclComm_t comm);
-    ncclResult_t (*all_reduce)(const void *src, void *dst, size_t n, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
-                               cudaStream_t stream);
+    ncclResult_t (*all_reduce)(const void *src, void *dst, size_t n, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t stream);
     ncclResult_t (*all_gather)(const void *src, void *dst, size_t n, ncclDataType_t type, ncclComm_t comm,
                                cudaStream_t stream);
     const char *(*error_string)(ncclResult_t result);

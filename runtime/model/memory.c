@@ -8,7 +8,9 @@ static int32_t max_i32(int32_t a, int32_t b) { return a > b ? a : b; }
 
 /* ---- shapes ------------------------------------------------------------------------------------------------- */
 
-static int32_t vocab_at(const ql_config *c, int32_t range) { return (int32_t)((int64_t)c->vocab * range / QL_VOCAB_SLICES); }
+static int32_t vocab_at(const ql_config *c, int32_t range) {
+    return (int32_t)((int64_t)c->vocab * range / QL_VOCAB_SLICES);
+}
 
 int32_t ql_model_k_full(const ql_config *c, int32_t n_lane) {
     int32_t per = QL_VOCAB_SLICES / n_lane, k = 0;
@@ -80,7 +82,8 @@ void ql_workspace_place(ql_workspace *ws, const ql_config *cfg, const ql_shard *
     ql_step_layout layout;
     ql_step_layout_of(l, &layout);
     int64_t rows = l->max_row, outs = l->max_seq, hidden = cfg->hidden;
-    int64_t channels = ql_model_channels(s), values = (s->v1 - s->v0), heads = s->q1 - s->q0, kv_heads = s->kv1 - s->kv0;
+    int64_t channels = ql_model_channels(s), values = (s->v1 - s->v0), heads = s->q1 - s->q0,
+            kv_heads = s->kv1 - s->kv0;
 
     ws->block = carve(&c, (int64_t)layout.bytes, 1);
     ws->x = carve_f32(&c, rows * hidden);
@@ -201,7 +204,8 @@ static double rope_frequency(const ql_config *c, int32_t i) {
         return f;
     }
     const double beta_fast = 32, beta_slow = 1;
-    double span = log(c->yarn_original_ctx / (beta_fast * 2 * M_PI)), slow = log(c->yarn_original_ctx / (beta_slow * 2 * M_PI));
+    double span = log(c->yarn_original_ctx / (beta_fast * 2 * M_PI)),
+           slow = log(c->yarn_original_ctx / (beta_slow * 2 * M_PI));
     double low = floor(dim * span / (2 * log(c->rope_theta))), high = ceil(dim * slow / (2 * log(c->rope_theta)));
     low = low < 0 ? 0 : low;
     high = high > dim - 1 ? dim - 1 : high;
@@ -291,9 +295,9 @@ static void free_layer_state(ql_dev *dev, ql_layer_weights *w) {
     dev->ops->free(dev, w->tail);
 }
 
-ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_shard *shard, const ql_model_limits *limits,
-                        ql_dev *dev, ql_comm *comm, ql_log *log, const uint32_t *allowed, ql_resident_fn resident,
-                        void *user, ql_error *err) {
+ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_shard *shard,
+                        const ql_model_limits *limits, ql_dev *dev, ql_comm *comm, ql_log *log, const uint32_t *allowed,
+                        ql_resident_fn resident, void *user, ql_error *err) {
     ql_model *m = NULL;
     QL_TRY(ql_alloc(dev->mem, 1, sizeof *m, "a lane's model", (void **)&m, err));
     m->ckpt = ckpt;
@@ -309,7 +313,8 @@ ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_sh
     m->has_mtp = limits->mtp;
     ql_step_layout_of(limits, &m->layout);
     ql_status status;
-    QL_TRY_GOTO(ql_alloc(dev->mem, (size_t)m->config->n_layer, sizeof *m->layer, "the layers of a lane", (void **)&m->layer, err),
+    QL_TRY_GOTO(ql_alloc(dev->mem, (size_t)m->config->n_layer, sizeof *m->layer, "the layers of a lane",
+                         (void **)&m->layer, err),
                 fail);
     for (int32_t i = 0; i < m->config->n_layer; i++) {
         m->layer[i].full_attention = m->config->full_attention[i];

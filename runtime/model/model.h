@@ -14,13 +14,13 @@
 typedef struct ql_model ql_model;
 
 typedef struct ql_model_limits {
-    int32_t max_row;   /* rows of a step: at least the chunk and the sequences */
-    int32_t max_seq;   /* live sequences: state slots, segments of a step, rows with logits */
-    int32_t max_ctx;   /* positions of one sequence */
-    int32_t n_page;    /* KV pages of 64 positions, shared by all sequences */
+    int32_t max_row; /* rows of a step: at least the chunk and the sequences */
+    int32_t max_seq; /* live sequences: state slots, segments of a step, rows with logits */
+    int32_t max_ctx; /* positions of one sequence */
+    int32_t n_page;  /* KV pages of 64 positions, shared by all sequences */
     ql_kv_type kv;
-    bool mtp;          /* load the multi-token-prediction layer */
-    bool verify;       /* compare the CRC-32 of resident slices with the file's */
+    bool mtp;                                     /* load the multi-token-prediction layer */
+    bool verify;                                  /* compare the CRC-32 of resident slices with the file's */
     ql_precision prompt_precision, gen_precision; /* not AUTO */
 } ql_model_limits;
 
@@ -49,9 +49,9 @@ typedef void (*ql_resident_fn)(void *user, uint64_t bytes);
 
 /* Allocates everything and makes the slices resident. `ckpt`, `dev` and `comm` outlive the model. `allowed` is a bit set
  * over the vocabulary of the ids that may be sampled, (vocab + 31) / 32 words. */
-ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_shard *shard, const ql_model_limits *limits,
-                        ql_dev *dev, ql_comm *comm, ql_log *log, const uint32_t *allowed, ql_resident_fn resident,
-                        void *user, ql_error *err);
+ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_shard *shard,
+                        const ql_model_limits *limits, ql_dev *dev, ql_comm *comm, ql_log *log, const uint32_t *allowed,
+                        ql_resident_fn resident, void *user, ql_error *err);
 void ql_model_close(ql_model **model);
 
 /* What is held, counted while it was allocated. */
@@ -76,22 +76,22 @@ int64_t ql_step_max_penalty(const ql_model_limits *limits);
 typedef struct ql_step {
     ql_phase phase;
     int32_t n_row, n_seg;
-    int32_t n_out;        /* rows that get logits and an id */
-    int32_t k_cap;        /* candidates taken from each lane */
+    int32_t n_out; /* rows that get logits and an id */
+    int32_t k_cap; /* candidates taken from each lane */
     int32_t n_penalty;
     const uint8_t *block; /* laid out by ql_step_layout_of */
 
     /* Outputs on the host; NULL where not wanted. Lane l writes the columns of its vocabulary rows. */
-    float *logits;        /* [n_out][vocab] raw */
-    int32_t *id;          /* [n_out], by lane 0 */
-    float *logprob;       /* [n_out], by lane 0 */
+    float *logits;  /* [n_out][vocab] raw */
+    int32_t *id;    /* [n_out], by lane 0 */
+    float *logprob; /* [n_out], by lane 0 */
 
     /* Intermediate rows for comparison with other implementations, slow; one segment only. */
-    float *probe_hidden;  /* [n_layer + 1][n_row][hidden], by lane 0 */
-    float *probe_final;   /* [n_row][hidden], by lane 0 */
-    float *probe_logits;  /* [n_row][vocab] */
-    float *probe_mtp;     /* [n_mtp_row][vocab] */
-    int32_t n_mtp_row;    /* first rows, whose next id is known; 0: the MTP layer does not run */
+    float *probe_hidden; /* [n_layer + 1][n_row][hidden], by lane 0 */
+    float *probe_final;  /* [n_row][hidden], by lane 0 */
+    float *probe_logits; /* [n_row][vocab] */
+    float *probe_mtp;    /* [n_mtp_row][vocab] */
+    int32_t n_mtp_row;   /* first rows, whose next id is known; 0: the MTP layer does not run */
 } ql_step;
 
 /* Runs the step on this lane; every lane of the group must run the same. Outputs are complete on return. */
@@ -99,8 +99,15 @@ ql_status ql_model_step(ql_model *model, const ql_step *step);
 
 /* Where the lane's time went, in nanoseconds since open. */
 typedef enum ql_phase_kind {
-    QL_TIME_EMBED, QL_TIME_GDN, QL_TIME_ATTENTION, QL_TIME_MLP, QL_TIME_REDUCE, QL_TIME_HEAD, QL_TIME_SAMPLE,
-    QL_TIME_MTP, QL_TIME_COUNT
+    QL_TIME_EMBED,
+    QL_TIME_GDN,
+    QL_TIME_ATTENTION,
+    QL_TIME_MLP,
+    QL_TIME_REDUCE,
+    QL_TIME_HEAD,
+    QL_TIME_SAMPLE,
+    QL_TIME_MTP,
+    QL_TIME_COUNT
 } ql_phase_kind;
 const char *ql_phase_kind_name(ql_phase_kind kind);
 /* Read with relaxed atomics by any thread. */

@@ -34,7 +34,7 @@ typedef struct ql_workspace {
     ql_vocab_stat *stat, *stat_all;
     int32_t *id;
     float *logprob;
-    float *mtp_cat, *mtp_x;       /* [T][2H], [T][H] */
+    float *mtp_cat, *mtp_x; /* [T][2H], [T][H] */
     size_t bytes;
 } ql_workspace;
 
@@ -70,7 +70,7 @@ struct ql_model {
         ql_layer_weights layer;
     } mtp;
 
-    float *rope;             /* [max_ctx][rotary/2][2] */
+    float *rope; /* [max_ctx][rotary/2][2] */
     uint32_t *allowed;
     ql_workspace ws;
     void *ws_memory;

@@ -29,7 +29,8 @@ static ql_status read_factor(ql_model *m, const ql_linear *lin, float *out) {
     float f;
     ql_dtype_to_f32(lin->factor->dtype, lin->factor->data, 1, &f);
     if (!(f > 0) || !isfinite(f)) {
-        return ql_fail(m->dev->err, QL_ERR_MODEL, "%s is %g; a scale must be finite and above 0", lin->factor->name, (double)f);
+        return ql_fail(m->dev->err, QL_ERR_MODEL, "%s is %g; a scale must be finite and above 0", lin->factor->name,
+                       (double)f);
     }
     *out = lin->factor_divides ? 1 / f : f;
     return QL_OK;
@@ -38,7 +39,8 @@ static ql_status read_factor(ql_model *m, const ql_linear *lin, float *out) {
 /* CRC-32 of the cut's codes in the file: rows in order, each its columns. */
 static uint32_t file_crc(const ql_weight_src *src) {
     size_t stride = (size_t)ql_qformat_row_bytes(src->format, src->full_k);
-    size_t from = (size_t)ql_qformat_row_bytes(src->format, src->col0), len = (size_t)ql_qformat_row_bytes(src->format, src->k);
+    size_t from = (size_t)ql_qformat_row_bytes(src->format, src->col0),
+           len = (size_t)ql_qformat_row_bytes(src->format, src->k);
     uLong crc = crc32(0, NULL, 0);
     for (int32_t r = 0; r < src->n_range; r++) {
         for (int32_t row = src->row0[r]; row < src->row1[r]; row++) {
@@ -119,8 +121,8 @@ static ql_status load_vector(ql_model *m, const ql_tensor *t, ql_part part, floa
     ql_status status = QL_OK;
     for (int64_t i = 0; i < n && status == QL_OK; i++) {
         if (!isfinite(tmp[i])) {
-            status = ql_fail(dev->err, QL_ERR_MODEL, "%s: element %lld is %g; weights must be finite", t->name, (long long)i,
-                             (double)tmp[i]);
+            status = ql_fail(dev->err, QL_ERR_MODEL, "%s: element %lld is %g; weights must be finite", t->name,
+                             (long long)i, (double)tmp[i]);
         }
     }
     ql_dev_count(&dev->progress, 1);
@@ -208,7 +210,10 @@ ql_status ql_model_load_weights(ql_model *m) {
     QL_TRY(load_vector(m, ckpt->norm, QL_PART_WHOLE, &m->norm));
     if (m->config->tied) {
         /* Plain weights are resident as the file has them, so that the embedding's rows are the head's. */
-        m->lm_head = (ql_weight){.format = ckpt->lm_head.format, .n = m->shape.vocab_local, .k = m->config->hidden, .factor = 1,
+        m->lm_head = (ql_weight){.format = ckpt->lm_head.format,
+                                 .n = m->shape.vocab_local,
+                                 .k = m->config->hidden,
+                                 .factor = 1,
                                  .data = m->embed};
     } else {
         QL_TRY(load_linear(m, &ckpt->lm_head, QL_PART_VOCAB, &m->lm_head));
@@ -224,9 +229,10 @@ ql_status ql_model_load_weights(ql_model *m) {
 }
 
 static void free_layer(ql_dev *dev, ql_layer_weights *w) {
-    ql_weight *const weights[] = {&w->gate, &w->up, &w->down, &w->q, &w->k, &w->v, &w->o,
-                                  &w->in_qkv, &w->in_z, &w->in_b, &w->in_a, &w->out};
-    float *const vectors[] = {w->input_norm, w->post_norm, w->q_norm, w->k_norm, w->conv, w->a_log, w->dt_bias, w->gdn_norm};
+    ql_weight *const weights[] = {&w->gate, &w->up,     &w->down, &w->q,    &w->k,    &w->v,
+                                  &w->o,    &w->in_qkv, &w->in_z, &w->in_b, &w->in_a, &w->out};
+    float *const vectors[] = {w->input_norm, w->post_norm, w->q_norm,  w->k_norm,
+                              w->conv,       w->a_log,     w->dt_bias, w->gdn_norm};
     for (size_t i = 0; i < sizeof weights / sizeof *weights; i++) {
         dev->ops->weight_free(dev, weights[i]);
     }
