@@ -92,6 +92,8 @@ NCCL_VERSION := $(shell awk '/define NCCL_(MAJOR|MINOR|PATCH) /{v = v (v == "" ?
                   $(NCCL_HOME)/include/nccl.h)
 FOUND := CUDA $(CUDA_VERSION) for $(strip $(ARCH)), NCCL $(NCCL_VERSION)
 GENCODE := $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a))
+# nvcc gives kernels and their launch stubs global names whatever their linkage; only ours stay global.
+KEEP_GLOBAL := ql_* _Z[0-9]ql_* _Z[0-9][0-9]ql_*
 NVFLAGS := -std=c++17 -O3 -lineinfo -I. -DQL_CUDA=1 $(GENCODE) -Xcompiler -fPIC,-fvisibility=hidden,-fno-exceptions
 # The runtime library unwinds and its launch stubs guard their statics: both from archives, so that nothing else is needed.
 CUDA_LIBS := $(CUDA_HOME)/lib64/libcudart_static.a $(call archive,supc++) -lrt
@@ -148,6 +150,7 @@ $(B)/obj/%.cu.o: %.cu $(B)/flags
 	@mkdir -p $(@D)
 	$(call say,NVCC,$<)
 	$(Q)$(NVCC) $(NVFLAGS) -MMD -MP -c $< -o $@
+	$(Q)objcopy --wildcard $(KEEP_GLOBAL:%=--keep-global-symbol='%') $@
 
 $(B)/libqlane.a: $(LIB_OBJ)
 	$(call say,AR,$@)
