@@ -23,9 +23,9 @@
  * a block's scores, its maximum m_b, weights exp(s - m_b) and sums are finished on their own in rising s; blocks are
  * folded in rising order: the first block as it is, then M_new = max(M, m_b),
  * L = L exp(M - M_new) + l_b exp(m_b - M_new) and the 256 sums alike; at the end o = (sum / L) * (1 / (1 + exp(-gate))).
- * A row's bits depend on its own q and the cache alone: not on the phase, the other rows or the number of lanes. Dot
- * products use 16 accumulators as in linear.h; scores are the dot product times 1/16. CUDA kernels split further at
- * fixed multiples of 64 and combine in order.
+ * A row's bits depend on its own q and the cache alone: not on the other rows or the number of lanes, on the host not on
+ * the phase either. Dot products use 16 accumulators as in linear.h; scores are the dot product times 1/16. CUDA kernels
+ * take generated rows in chunks that end at fixed positions and fold those in order.
  * o f32 [T][n_head][256]; o may be q.
  */
 #ifndef QL_KERNELS_ATTENTION_H

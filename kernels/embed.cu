@@ -2,6 +2,7 @@
 #include "kernels/cuda/dev.cuh"
 
 __global__ void __launch_bounds__(256) embed_kernel(struct ql_embed_args a) {
+    after_previous();
     int t = blockIdx.y, id = a.id[t];
     bool held = id >= a.row0 && id < a.row1;
     int64_t from = (int64_t)(id - a.row0) * a.hidden;
@@ -26,13 +27,13 @@ ql_status ql_embed_cuda(ql_dev *dev, const ql_embed_args *a) {
         part.id += t;
         part.y += (int64_t)t * a->hidden;
         unsigned gx = (unsigned)(ceil_div(a->hidden, 256) < 8 ? ceil_div(a->hidden, 256) : 8);
-        embed_kernel<<<dim3(gx, (unsigned)part.n_row), 256, 0, cuda(dev)->stream>>>(part);
-        QL_TRY(launched(dev, "embed"));
+        QL_TRY(launch(dev, "embed", embed_kernel, dim3(gx, (unsigned)part.n_row), 256, 0, part));
     }
     return QL_OK;
 }
 
 __global__ void __launch_bounds__(256) gather_rows_kernel(struct ql_gather_rows_args a) {
+    after_previous();
     const float *x = a.x + (int64_t)a.row[blockIdx.y] * a.width;
     for (int i = blockIdx.x * 256 + threadIdx.x; i < a.width; i += 256 * gridDim.x) {
         a.y[(int64_t)blockIdx.y * a.width + i] = x[i];
@@ -46,13 +47,13 @@ ql_status ql_gather_rows_cuda(ql_dev *dev, const ql_gather_rows_args *a) {
         part.row += j;
         part.y += (int64_t)j * a->width;
         unsigned gx = (unsigned)(ceil_div(a->width, 256) < 8 ? ceil_div(a->width, 256) : 8);
-        gather_rows_kernel<<<dim3(gx, (unsigned)part.n), 256, 0, cuda(dev)->stream>>>(part);
-        QL_TRY(launched(dev, "gather_rows"));
+        QL_TRY(launch(dev, "gather_rows", gather_rows_kernel, dim3(gx, (unsigned)part.n), 256, 0, part));
     }
     return QL_OK;
 }
 
 __global__ void __launch_bounds__(256) add_kernel(float *x, const float *y, int64_t n) {
+    after_previous();
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += 256ll * gridDim.x) {
         x[i] += y[i];
     }
@@ -61,8 +62,7 @@ __global__ void __launch_bounds__(256) add_kernel(float *x, const float *y, int6
 ql_status ql_add_cuda(ql_dev *dev, const ql_add_args *a) {
     if (a->n > 0) {
         int64_t blocks = ceil_div(a->n, 256), most = 8 * (int64_t)cuda(dev)->n_sm;
-        add_kernel<<<(unsigned)(blocks < most ? blocks : most), 256, 0, cuda(dev)->stream>>>(a->x, a->y, a->n);
-        return launched(dev, "add");
+        return launch(dev, "add", add_kernel, (unsigned)(blocks < most ? blocks : most), 256, 0, a->x, a->y, a->n);
     }
     return QL_OK;
 }

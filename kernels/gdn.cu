@@ -7,15 +7,17 @@
  */
 #include "kernels/cuda/dev.cuh"
 
-enum { D = 128, CHUNK = QL_GDN_CHUNK, COLS = 32 };
+enum { D = 128, CHUNK = QL_GDN_CHUNK, COLS = 32, CONV_ROWS = 16 };
 
 /* ---- conv -------------------------------------------------------------------------------------------------------- */
 
-/* A thread a channel and piece of 64 rows. Only a segment's first piece reads the tail, so it may also write it. */
-__global__ void __launch_bounds__(128) conv_kernel(ql_batch b, const float *m, const float *w, float *tail, float *y, int n_ch) {
+/* A thread a channel and piece of CONV_ROWS rows. Only a segment's first piece reads the tail, so it may also write it. */
+__global__ void __launch_bounds__(128)
+    conv_kernel(ql_batch b, const float *m, const float *w, float *tail, float *y, int n_ch) {
+    after_previous();
     struct piece p;
     int c = blockIdx.x * 128 + threadIdx.x;
-    if (!find_piece(b, blockIdx.y, CHUNK, &p) || c >= n_ch) {
+    if (!find_piece(b, blockIdx.y, CONV_ROWS, &p) || c >= n_ch) {
         return;
     }
     float w0 = w[4 * c], w1 = w[4 * c + 1], w2 = w[4 * c + 2], w3 = w[4 * c + 3];
@@ -52,9 +54,9 @@ ql_status ql_conv_cuda(ql_dev *dev, const ql_conv_args *a) {
     if (a->batch->n_row == 0 || a->channels == 0) {
         return QL_OK;
     }
-    conv_kernel<<<dim3((unsigned)ceil_div(a->channels, 128), n_piece_slots(a->batch, CHUNK)), 128, 0, cuda(dev)->stream>>>(
-        *a->batch, a->m, a->w, a->tail, a->y, a->channels);
-    return launched(dev, "conv");
+    return launch(dev, "conv", conv_kernel,
+                  dim3((unsigned)ceil_div(a->channels, 128), n_piece_slots(a->batch, CONV_ROWS)), 128, 0, *a->batch,
+                  a->m, a->w, a->tail, a->y, a->channels);
 }
 
 /* ---- what both forms share --------------------------------------------------------------------------------------- */
@@ -77,7 +79,9 @@ __device__ __forceinline__ const float *k_row(const struct heads &h, int64_t row
 __device__ __forceinline__ const float *v_row(const struct heads &h, int64_t row, int j) {
     return h.u + row * width(h) + (2 * h.n_key + j) * D;
 }
-__device__ __forceinline__ float beta_of(const struct heads &h, int64_t row, int j) { return sigmoid(h.b[row * h.n_value + j]); }
+__device__ __forceinline__ float beta_of(const struct heads &h, int64_t row, int j) {
+    return sigmoid(h.b[row * h.n_value + j]);
+}
 __device__ __forceinline__ float g_of(const struct heads &h, int64_t row, int j) {
     float y = h.a[row * h.n_value + j] + h.dt_bias[j];
     return -expf(h.a_log[j]) * (y > 20.0f ? y : log1pf(expf(y)));
@@ -100,6 +104,7 @@ __device__ __forceinline__ float l2_scale(const float *x, int lane) {
 /* Block (column group, segment). Warp w holds rows 16 w .. 16 w + 15 of the state, lane l column 32 group + l. */
 __global__ void __launch_bounds__(256) step_kernel(ql_batch b, struct heads h) {
     __shared__ float q[D], k[D], part[8][COLS];
+    after_previous();
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, s = blockIdx.y;
     int j = blockIdx.x / (D / COLS), col = blockIdx.x % (D / COLS) * COLS + lane;
     int row0 = b.seg_row[s], n = b.seg_row[s + 1] - row0;
@@ -163,9 +168,9 @@ __global__ void __launch_bounds__(256) step_kernel(ql_batch b, struct heads h) {
 /* What `chunk` leaves for `scan`, one a chunk and head. */
 struct chunk_out {
     float u[CHUNK][D], w[CHUNK][D];
-    float p[CHUNK][CHUNK];              /* q_i . k_j exp(G_i - G_j), j <= i, else 0 */
-    float fq[CHUNK], fk[CHUNK];         /* what raw q_i and k_i are multiplied with in scan */
-    float keep, pad[63];                /* exp(G_last) */
+    float p[CHUNK][CHUNK];      /* q_i . k_j exp(G_i - G_j), j <= i, else 0 */
+    float fq[CHUNK], fk[CHUNK]; /* what raw q_i and k_i are multiplied with in scan */
+    float keep, pad[63];        /* exp(G_last) */
 };
 
 enum { LD = D + 4, LA = CHUNK + 4 }; /* shared row strides: 16-byte aligned, banks shifted by 4 a row */
@@ -180,6 +185,7 @@ struct chunk_shared {
 __global__ void __launch_bounds__(256) chunk_kernel(ql_batch b, struct heads h, struct chunk_out *out) {
     extern __shared__ __align__(16) unsigned char raw[];
     struct chunk_shared &x = *(struct chunk_shared *)raw;
+    after_previous();
     struct piece p;
     int j = blockIdx.x, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     if (!find_piece(b, blockIdx.y, CHUNK, &p)) {
@@ -279,14 +285,15 @@ __global__ void __launch_bounds__(256) chunk_kernel(ql_batch b, struct heads h, 
 }
 
 struct scan_shared {
-    float x[CHUNK][LD];     /* w, then q, then k of the chunk */
+    float x[CHUNK][LD]; /* w, then q, then k of the chunk */
     float p[CHUNK][LA];
-    float s[D][COLS];       /* state */
+    float s[D][COLS]; /* state */
     float vn[CHUNK][COLS];
 };
 
 /* acc[r][c] += sum_e x[row + r][e] y[e][4 cx + c]: rows row, row + 1 */
-template <int N, int LDX> __device__ __forceinline__ void times(const float *x, const float (*y)[COLS], int cx, float acc[2][4]) {
+template <int N, int LDX>
+__device__ __forceinline__ void times(const float *x, const float (*y)[COLS], int cx, float acc[2][4]) {
 #pragma unroll 4
     for (int e = 0; e < N; e += 4) {
         float4 a = *(const float4 *)(x + e), b = *(const float4 *)(x + LDX + e);
@@ -311,6 +318,7 @@ template <int N, int LDX> __device__ __forceinline__ void times(const float *x, 
 __global__ void __launch_bounds__(256, 2) scan_kernel(ql_batch b, struct heads h, const struct chunk_out *in) {
     extern __shared__ __align__(16) unsigned char raw[];
     struct scan_shared &x = *(struct scan_shared *)raw;
+    after_previous();
     int tid = threadIdx.x, ry = tid >> 3, cx = tid & 7, s = blockIdx.y;
     int j = blockIdx.x / (D / COLS), col0 = blockIdx.x % (D / COLS) * COLS;
     int slot = 0;
@@ -337,7 +345,8 @@ __global__ void __launch_bounds__(256, 2) scan_kernel(ql_batch b, struct heads h
             *(float4 *)&x.x[i / (D / 4)][i % (D / 4) * 4] = *(const float4 *)&c->w[i / (D / 4)][i % (D / 4) * 4];
         }
         for (int i = tid; i < CHUNK * CHUNK / 4; i += 256) {
-            *(float4 *)&x.p[i / (CHUNK / 4)][i % (CHUNK / 4) * 4] = *(const float4 *)&c->p[i / (CHUNK / 4)][i % (CHUNK / 4) * 4];
+            *(float4 *)&x.p[i / (CHUNK / 4)][i % (CHUNK / 4) * 4] =
+                *(const float4 *)&c->p[i / (CHUNK / 4)][i % (CHUNK / 4) * 4];
         }
         __syncthreads();
         float vn[2][4] = {};
@@ -345,7 +354,8 @@ __global__ void __launch_bounds__(256, 2) scan_kernel(ql_batch b, struct heads h
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float4 u = *(const float4 *)&c->u[2 * ry + r][col0 + 4 * cx];
-            *(float4 *)&x.vn[2 * ry + r][4 * cx] = make_float4(u.x - vn[r][0], u.y - vn[r][1], u.z - vn[r][2], u.w - vn[r][3]);
+            *(float4 *)&x.vn[2 * ry + r][4 * cx] =
+                make_float4(u.x - vn[r][0], u.y - vn[r][1], u.z - vn[r][2], u.w - vn[r][3]);
         }
         __syncthreads();
         for (int i = tid; i < CHUNK * D / 4; i += 256) {
@@ -414,25 +424,23 @@ ql_status ql_gdn_cuda(ql_dev *dev, const ql_gdn_args *a) {
     if (b->n_row == 0 || a->n_value_head == 0) {
         return QL_OK;
     }
-    struct heads h = {a->u, a->a, a->b, a->a_log, a->dt_bias, a->state, a->o,
-                      a->n_key_head, a->n_value_head, a->key_head0, a->value_head0, a->group};
-    cudaStream_t stream = cuda(dev)->stream;
+    struct heads h = {a->u,           a->a,    a->b,          a->a_log,        a->dt_bias,
+                      a->state,       a->o,    a->n_key_head, a->n_value_head, a->key_head0,
+                      a->value_head0, a->group};
     dim3 heads_segs((unsigned)(a->n_value_head * (D / COLS)), (unsigned)b->n_seg);
     /* Before compute capability 8.0 a block has too little shared memory for a chunk: the recurrence serves both phases. */
     if (b->phase == QL_PHASE_GEN || cuda(dev)->cc < 80) {
-        step_kernel<<<heads_segs, 256, 0, stream>>>(*b, h);
-        return launched(dev, "gdn");
+        return launch(dev, "gdn", step_kernel, heads_segs, 256, 0, *b, h);
     }
     unsigned slots = n_piece_slots(b, CHUNK);
     size_t need = (size_t)slots * (size_t)a->n_value_head * sizeof(struct chunk_out);
     if (need > dev->scratch_bytes) {
-        return ql_fail(dev->err, QL_ERR_INTERNAL, "gdn: scratch is %zu bytes, %d rows need %zu", dev->scratch_bytes, b->n_row, need);
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "gdn: scratch is %zu bytes, %d rows need %zu", dev->scratch_bytes,
+                       b->n_row, need);
     }
     struct chunk_out *mid = (struct chunk_out *)dev->scratch;
-    CU_TRY(dev, cudaFuncSetAttribute(chunk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(struct chunk_shared)), "gdn");
-    CU_TRY(dev, cudaFuncSetAttribute(scan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(struct scan_shared)), "gdn");
-    chunk_kernel<<<dim3((unsigned)a->n_value_head, slots), 256, sizeof(struct chunk_shared), stream>>>(*b, h, mid);
-    QL_TRY(launched(dev, "gdn chunks"));
-    scan_kernel<<<heads_segs, 256, sizeof(struct scan_shared), stream>>>(*b, h, mid);
-    return launched(dev, "gdn");
+    QL_TRY(launch(dev, "gdn chunks", chunk_kernel, dim3((unsigned)a->n_value_head, slots), 256,
+                  sizeof(struct chunk_shared), *b, h, mid));
+    return launch(dev, "gdn", scan_kernel, heads_segs, 256, sizeof(struct scan_shared), *b, h,
+                  (const struct chunk_out *)mid);
 }

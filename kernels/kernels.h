@@ -77,6 +77,8 @@ typedef struct ql_ops {
     /* ops */
     ql_status (*embed)(ql_dev *dev, const ql_embed_args *a);
     ql_status (*linear)(ql_dev *dev, const ql_linear_args *a);
+    /* n products of one x (equal but for w, y and ldy), with the bits of one after another. */
+    ql_status (*linear_group)(ql_dev *dev, const ql_linear_args *a, int32_t n);
     ql_status (*rmsnorm)(ql_dev *dev, const ql_rmsnorm_args *a);
     ql_status (*gated_norm)(ql_dev *dev, const ql_gated_norm_args *a);
     ql_status (*conv)(ql_dev *dev, const ql_conv_args *a);

@@ -18,60 +18,89 @@ __device__ __forceinline__ int step_order(int kk, int kt) {
     return 16 * (i / 4) + 8 * (i / 2 % 2) + 2 * c + i % 2;
 }
 
-/* Block (slice, row). kt: 0 leaves columns in their order, else the tile width of step_order. unit: what the weights in
- * registers are multiplied with to be themselves. */
-__global__ void __launch_bounds__(256) prepare_x(const float *x, int64_t ldx, int k, int ks, enum x_mode mode, int kt,
-                                                 float unit, uint16_t *xs, float *xscale) {
-    __shared__ float part[8];
+/* Block (slice, row). Small rows (kt = 0): columns in their order, [column][k]. Prompt rows: blocks of 64, each of
+ * [column][64] in step_order of tiles of kt, 16-byte chunks swizzled by column, as the instruction reads shared memory;
+ * n_col: columns of x in all. unit: what the weights in registers are multiplied with to be themselves. */
+enum {
+    X_THREADS = 512,
+    X_KEEP = 10
+}; /* numbers of a slice that stay in registers between their largest and the result */
+
+__global__ void __launch_bounds__(X_THREADS) prepare_x(const float *x, int64_t ldx, int k, int ks, enum x_mode mode,
+                                                       int kt, int n_col, float unit, uint16_t *xs, float *xscale) {
+    __shared__ float part[X_THREADS / 32];
+    after_previous();
     int slice = blockIdx.x, row = blockIdx.y;
     const float *from = x + row * ldx + (int64_t)slice * ks;
-    float most = 0.0f, up = 1.0f;
+    float kept[X_KEEP], most = 0.0f, up = 1.0f;
+    auto larger = [&](float v) {
+        v = fabsf(v);
+        /* FP8 saturates with its scale; a power of two must fit the finite elements */
+        most = v > most && (mode == X_E4M3_AS_F16 || v < __uint_as_float(0x7f800000u)) ? v : most;
+    };
+#pragma unroll
+    for (int j = 0; j < X_KEEP; j++) {
+        int i = j * X_THREADS + threadIdx.x;
+        kept[j] = i < ks ? from[i] : 0.0f;
+    }
     if (mode != X_BF16) {
-        for (int i = threadIdx.x; i < ks; i += 256) {
-            float v = fabsf(from[i]);
-            /* FP8 saturates with its scale; a power of two must fit the finite elements */
-            most = v > most && (mode == X_E4M3_AS_F16 || v < __uint_as_float(0x7f800000u)) ? v : most;
+#pragma unroll
+        for (int j = 0; j < X_KEEP; j++) {
+            larger(kept[j]);
+        }
+        for (int i = X_KEEP * X_THREADS + threadIdx.x; i < ks; i += X_THREADS) {
+            larger(from[i]);
         }
         most = warp_max(most);
         if ((threadIdx.x & 31) == 0) {
             part[threadIdx.x >> 5] = most;
         }
         __syncthreads();
-        most = part[0];
-        for (int i = 1; i < 8; i++) {
-            most = fmaxf(most, part[i]);
-        }
+        most = warp_max(part[threadIdx.x & (X_THREADS / 32 - 1)]);
         float back;
         if (mode == X_E4M3_AS_F16) {
             back = up = fmaxf(most, 0x1p-126f) / 448.0f;
         } else {
-            int e = min(14 - ((int)(__float_as_uint(most) >> 23) - 127), 126);
-            e = most > 0.0f ? e : 0;
-            up = __uint_as_float((uint32_t)(e + 127) << 23);
-            back = __uint_as_float((uint32_t)(127 - e) << 23);
+            up = scale_to_f16(most, &back);
         }
         if (threadIdx.x == 0) {
             xscale[row * gridDim.x + slice] = back * unit;
         }
     }
-    int cols = mode == X_F16X2 ? 2 : 1;
-    uint16_t *to = xs + (int64_t)row * cols * k + (int64_t)slice * ks;
-    for (int i = threadIdx.x; i < ks; i += 256) {
-        float v = from[i];
-        int at = kt ? i / kt * kt + step_order(i % kt, kt) : i;
+    int col = row * (mode == X_F16X2 ? 2 : 1);
+    auto place = [&](int c, int i) -> uint16_t * {
+        int at = slice * ks + i;
+        if (kt == 0) {
+            return xs + (int64_t)c * k + at;
+        }
+        int in = at % 64 / kt * kt + step_order(at % kt, kt);
+        return xs + ((int64_t)(at / 64) * n_col + c) * 64 + (in / 8 ^ (c & 7)) * 8 + in % 8;
+    };
+    auto put = [&](int i, float v) {
         if (mode == X_BF16) {
-            to[at] = (uint16_t)(__float_as_uint(round_bf16(v)) >> 16);
+            *place(col, i) = (uint16_t)(__float_as_uint(round_bf16(v)) >> 16);
         } else if (mode == X_E4M3_AS_F16) {
-            to[at] = __half_as_ushort(__float2half_rn(f32_of_e4m3(e4m3_of_f32(v / up))));
+            *place(col, i) = __half_as_ushort(__float2half_rn(f32_of_e4m3(e4m3_of_f32(v / up))));
         } else {
             v = (mode == X_BF16_AS_F16 ? round_bf16(v) : v) * up;
             __half hi = __float2half_rn(v);
-            to[at] = __half_as_ushort(hi);
+            *place(col, i) = __half_as_ushort(hi);
             if (mode == X_F16X2) {
                 float rest = (v - __half2float(hi)) * 2048.0f;
-                to[k + at] = __half_as_ushort(__float2half_rn(fabsf(v) <= 65504.0f ? rest : 0.0f)); /* infinity, NaN: hi */
+                *place(col + 1, i) =
+                    __half_as_ushort(__float2half_rn(fabsf(v) <= 65504.0f ? rest : 0.0f)); /* infinity, NaN: hi */
             }
         }
+    };
+#pragma unroll
+    for (int j = 0; j < X_KEEP; j++) {
+        int i = j * X_THREADS + threadIdx.x;
+        if (i < ks) {
+            put(i, kept[j]);
+        }
+    }
+    for (int i = X_KEEP * X_THREADS + threadIdx.x; i < ks; i += X_THREADS) {
+        put(i, from[i]);
     }
 }
 
@@ -101,12 +130,14 @@ template <int FMT> struct plain {
 /* Block: ROWS weight rows and TOK rows of x, its warps each a part of every slice: chunks of 32 lanes x 16 bytes, a lane's
  * products added in rising column, lanes by the xor tree, parts in rising order. */
 template <int FMT, int TOK>
-__global__ void __launch_bounds__(32 * MAX_PARTS) rows_kernel(const uint8_t *__restrict__ weight, int n, int k, int n_slice,
-                                                              const float *__restrict__ x, int64_t ldx, int n_row, bool round,
-                                                              float *y, int64_t ldy) {
+__global__ void __launch_bounds__(32 * MAX_PARTS)
+    rows_kernel(const uint8_t *__restrict__ weight, int n, int k, int n_slice, const float *__restrict__ x, int64_t ldx,
+                int n_row, bool round, float *y, int64_t ldy) {
     constexpr int E = plain<FMT>::E, CHUNK = 32 * E, BYTES = FMT == QL_FORMAT_F32 ? 4 : 2;
     __shared__ float sums[MAX_SLICES][MAX_PARTS][ROWS][TOK];
+    after_previous();
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, parts = blockDim.x >> 5, ks = k / n_slice;
+    bool aligned = ldx % 4 == 0 && (uintptr_t)x % 16 == 0;
     int r0 = blockIdx.x * ROWS, t0 = blockIdx.y * TOK;
     const uint8_t *w[ROWS];
     const float *xr[TOK];
@@ -134,10 +165,26 @@ __global__ void __launch_bounds__(32 * MAX_PARTS) rows_kernel(const uint8_t *__r
                 float xv[TOK][E];
 #pragma unroll
                 for (int t = 0; t < TOK; t++) {
+                    if (aligned) {
 #pragma unroll
-                    for (int e = 0; e < E; e++) {
-                        xv[t][e] = xr[t][at + e];
-                        xv[t][e] = round ? round_bf16(xv[t][e]) : xv[t][e];
+                        for (int e = 0; e < E; e += 4) {
+                            float4 v = *(const float4 *)(xr[t] + at + e);
+                            xv[t][e] = v.x;
+                            xv[t][e + 1] = v.y;
+                            xv[t][e + 2] = v.z;
+                            xv[t][e + 3] = v.w;
+                        }
+                    } else {
+#pragma unroll
+                        for (int e = 0; e < E; e++) {
+                            xv[t][e] = xr[t][at + e];
+                        }
+                    }
+                    if (round) {
+#pragma unroll
+                        for (int e = 0; e < E; e++) {
+                            xv[t][e] = round_bf16(xv[t][e]);
+                        }
                     }
                 }
 #pragma unroll
@@ -191,24 +238,33 @@ template <int FMT> static ql_status run_rows(ql_dev *dev, const ql_linear_args *
     bool round = a->precision != QL_PREC_EXACT;
     unsigned gx = (unsigned)ceil_div(w->n, ROWS);
     if (a->n_row == 1) {
-        rows_kernel<FMT, 1><<<dim3(gx, 1), 32 * parts, 0, cuda(dev)->stream>>>(
-            (const uint8_t *)w->data, w->n, w->k, a->n_slice, a->x, a->ldx, 1, round, a->y, a->ldy);
-        return launched(dev, "linear");
+        return launch(dev, "linear", rows_kernel<FMT, 1>, dim3(gx, 1), 32 * parts, 0, (const uint8_t *)w->data, w->n,
+                      w->k, a->n_slice, a->x, a->ldx, 1, round, a->y, a->ldy);
     }
     const int step = 4 * 16384; /* rows in one launch: the grid's second dimension has 16 bits */
     for (int t = 0; t < a->n_row; t += step) {
         int rows = a->n_row - t < step ? a->n_row - t : step;
-        rows_kernel<FMT, 4><<<dim3(gx, (unsigned)ceil_div(rows, 4)), 32 * parts, 0, cuda(dev)->stream>>>(
-            (const uint8_t *)w->data, w->n, w->k, a->n_slice, a->x + t * a->ldx, a->ldx, rows, round, a->y + t * a->ldy, a->ldy);
-        QL_TRY(launched(dev, "linear"));
+        QL_TRY(launch(dev, "linear", rows_kernel<FMT, 4>, dim3(gx, (unsigned)ceil_div(rows, 4)), 32 * parts, 0,
+                      (const uint8_t *)w->data, w->n, w->k, a->n_slice, a->x + t * a->ldx, a->ldx, rows, round,
+                      a->y + t * a->ldy, a->ldy));
     }
     return QL_OK;
 }
 
 /* ---- any slice length -------------------------------------------------------------------------------------------- */
 
+struct any {
+    const uint8_t *w;
+    const void *scale;
+    int fmt, n, k, n_slice, ks, row_off, col_off, n_row;
+    float factor;
+    const float *x;
+    float *y;
+    int64_t ldx, ldy;
+};
+
 /* Weight (r, c) without the scales that the sum takes; an FP8_BLOCK weight with its scale. */
-__device__ float weight_at(const struct product &p, int r, int c) {
+__device__ float weight_at(const struct any &p, int r, int c) {
     if (p.fmt == QL_FORMAT_F32) {
         return ((const float *)p.w)[(int64_t)r * p.k + c];
     }
@@ -216,26 +272,29 @@ __device__ float weight_at(const struct product &p, int r, int c) {
         uint16_t h = ((const uint16_t *)p.w)[(int64_t)r * p.k + c];
         return p.fmt == QL_FORMAT_F16 ? f32_of_f16(h) : f32_of_bf16(h);
     }
-    int kt = tile_k((ql_qformat)p.fmt), per_lane = kt / 4, tiles = (p.k + kt - 1) / kt;
+    int kt = tile_k(p.fmt), per_lane = kt / 4, tiles = (p.k + kt - 1) / kt;
     int64_t tile = (int64_t)(r / TILE_ROWS) * tiles + c / kt;
     int kk = c % kt, lane = (r % 8) * 4 + kk / per_lane, i = kk % per_lane, half = r % TILE_ROWS / 8;
     int per_word = per_lane / 2;
     uint32_t word = ((const uint32_t *)(p.w + tile * TILE_BYTES))[lane * 4 + half * 2 + i / per_word];
     if (p.fmt == QL_FORMAT_NVFP4) {
-        uint32_t code = unpack_e2m1(word) >> 4 * (i % 8) & 15, scale = ((const uint8_t *)p.scale)[tile * 64 + lane * 2 + half];
+        uint32_t code = unpack_e2m1(word) >> 4 * (i % 8) & 15,
+                 scale = ((const uint8_t *)p.scale)[tile * TILE_SCALE_BYTES + lane * 2 + half];
         float v = f32_of_f16((uint16_t)((code & 7) << 9)) * 16384.0f;
         return (code & 8 ? -v : v) * f32_of_e4m3(scale);
     }
     float v = f32_of_e4m3(unpack_e4m3(word) >> 8 * (i % 4) & 255);
     if (p.fmt == QL_FORMAT_FP8_BLOCK) {
         int blocks = (p.col_off + p.k + QL_FP8_BLOCK - 1) / QL_FP8_BLOCK;
-        v *= ((const float *)p.scale)[(int64_t)((p.row_off + r) / QL_FP8_BLOCK) * blocks + (p.col_off + c) / QL_FP8_BLOCK];
+        v *= ((const float *)
+                  p.scale)[(int64_t)((p.row_off + r) / QL_FP8_BLOCK) * blocks + (p.col_off + c) / QL_FP8_BLOCK];
     }
     return v;
 }
 
 /* A warp a result. Lane l takes elements l, l + 32, .. of each slice. */
-__global__ void __launch_bounds__(256) any_kernel(struct product p, const float *x, int64_t ldx, int precision) {
+__global__ void __launch_bounds__(256) any_kernel(struct any p, int precision) {
+    after_previous();
     int r = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (r >= p.n) {
         return;
@@ -248,7 +307,7 @@ __global__ void __launch_bounds__(256) any_kernel(struct product p, const float 
             if (s >= p.n_slice) {
                 continue;
             }
-            const float *xr = x + t * ldx + (int64_t)s * p.ks;
+            const float *xr = p.x + t * p.ldx + (int64_t)s * p.ks;
             float scale = 1.0f, acc = 0.0f;
             if (precision == QL_PREC_FP8) {
                 float most = 0x1p-126f;
@@ -266,7 +325,7 @@ __global__ void __launch_bounds__(256) any_kernel(struct product p, const float 
                 }
                 acc = fmaf(weight_at(p, r, s * p.ks + i), v, acc);
             }
-            part[s] = warp_sum(acc) * scale * row_factor(p, r);
+            part[s] = warp_sum(acc) * scale * (p.fmt == QL_FORMAT_FP8_CHANNEL ? ((const float *)p.scale)[r] : p.factor);
         }
         if (lane == 0) {
             p.y[t * p.ldy + r] = slice_tree(part, p.n_slice);
@@ -286,100 +345,165 @@ static int64_t longest_k(const ql_shape *s) {
     return k;
 }
 
+/* Columns of prepared x are padded to whole tiles of the prompt kernels. */
+enum { COL_PAD = 256 };
+
 static size_t x_bytes(int64_t rows, int64_t cols, int64_t k) {
-    return round_256((size_t)(rows * cols * k * 2)) + round_256((size_t)(rows * MAX_SLICES * 4));
+    return round_256((size_t)(ceil_div(rows * cols, COL_PAD) * COL_PAD * k * 2)) +
+           round_256((size_t)(rows * MAX_SLICES * 4));
 }
 
 size_t ql_linear_cuda_scratch(const ql_dev *dev, const ql_shape *shape) {
     (void)dev;
-    const int64_t max_blocks = 192;
+    const int64_t max_blocks = 160;
     /* EXACT prompts, with two columns a row, go in two parts where a step is long. */
-    int64_t rows = shape->max_row > 2 * SMALL_MAX_ROWS ? shape->max_row : 2 * SMALL_MAX_ROWS;
     int64_t blocks = ceil_div(shape->hidden, 128) * ceil_div(2 * (int64_t)shape->max_row, 128);
     blocks = blocks < max_blocks ? blocks : max_blocks;
+    int64_t rows = shape->max_row > COL_PAD ? shape->max_row : COL_PAD;
     return x_bytes(rows, 1, longest_k(shape)) + (size_t)(blocks > 1 ? blocks : 1) * PROMPT_STACK_BYTES;
 }
 
-static ql_status run_tensor(ql_dev *dev, const ql_linear_args *a, struct product *p, enum x_mode mode) {
+static bool has_tensor_path(const ql_dev *dev, const ql_linear_args *a, enum x_mode *mode) {
+    const ql_weight *w = a->w;
+    ql_precision precision = a->precision;
+    if (w->k / a->n_slice % 64 || (w->format == QL_FORMAT_FP8_BLOCK && w->col_off % 64)) {
+        return false;
+    }
+    if (!is_plain(w->format)) {
+        *mode = precision == QL_PREC_EXACT                      ? X_F16X2
+                : precision == QL_PREC_FP8 && is_fp8(w->format) ? X_E4M3_AS_F16
+                                                                : X_BF16_AS_F16;
+        return true;
+    }
+    *mode = w->format == QL_FORMAT_BF16 ? X_BF16 : X_BF16_AS_F16;
+    return a->phase == QL_PHASE_PROMPT && precision != QL_PREC_EXACT &&
+           (w->format == QL_FORMAT_F16 || (w->format == QL_FORMAT_BF16 && cuda(dev)->cc >= 80));
+}
+
+/* n products of one format and x. */
+static ql_status run_tensor(ql_dev *dev, const ql_linear_args *a, int32_t n, enum x_mode mode) {
     bool gen = a->phase == QL_PHASE_GEN;
-    int kt = gen ? 0 : tile_k(a->w->format);
-    p->x_cols = mode == X_F16X2 ? 2 : 1;
-    size_t stack = gen || a->n_slice == 1 ? 0 : PROMPT_STACK_BYTES;
-    int64_t fit = dev->scratch_bytes > stack + 512
-                      ? (int64_t)((dev->scratch_bytes - stack - 512) / (size_t)(p->x_cols * (int64_t)p->k * 2 + MAX_SLICES * 4))
-                      : 0;
+    const ql_weight *w0 = a->w;
+    struct products p {};
+    p.k = w0->k;
+    p.n_slice = a->n_slice;
+    p.ks = w0->k / a->n_slice;
+    p.x_cols = mode == X_F16X2 ? 2 : 1;
+    p.n_target = n;
+    for (int i = 0; i < n; i++) {
+        const ql_weight *w = a[i].w;
+        p.target[i] = target{(const uint8_t *)w->data,
+                             w->scale,
+                             a[i].y,
+                             a[i].ldy,
+                             w->factor,
+                             w->format == QL_FORMAT_FP8_CHANNEL,
+                             w->n,
+                             (int)ceil_div(w->n, TILE_ROWS),
+                             w->row_off,
+                             w->col_off};
+    }
+    /* as many rows at a time as scratch holds */
+    size_t room = dev->scratch_bytes > PROMPT_STACK_BYTES ? dev->scratch_bytes - PROMPT_STACK_BYTES : 0;
+    int64_t fit = (int64_t)(room / ((size_t)p.k * 2)) / COL_PAD * COL_PAD / p.x_cols;
+    while (fit > 0 && x_bytes(fit, p.x_cols, p.k) > room) {
+        fit -= COL_PAD / p.x_cols;
+    }
     if (fit < 1) {
-        return ql_fail(dev->err, QL_ERR_INTERNAL, "linear: scratch of %zu bytes does not hold a row of %d", dev->scratch_bytes, p->k);
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "linear: scratch of %zu bytes does not hold a row of %d",
+                       dev->scratch_bytes, p.k);
     }
     int most = gen && fit > SMALL_MAX_ROWS ? SMALL_MAX_ROWS : fit > 65535 ? 65535 : (int)fit;
-    float *y = p->y;
     for (int t = 0; t < a->n_row; t += most) {
         int rows = a->n_row - t < most ? a->n_row - t : most;
-        size_t xs_bytes = round_256((size_t)rows * p->x_cols * p->k * 2);
+        int n_col = (int)(ceil_div((int64_t)rows * p.x_cols, COL_PAD) * COL_PAD);
         uint8_t *scratch = (uint8_t *)dev->scratch;
-        float *xscale = (float *)(scratch + xs_bytes);
-        prepare_x<<<dim3((unsigned)a->n_slice, (unsigned)rows), 256, 0, cuda(dev)->stream>>>(
-            a->x + t * a->ldx, a->ldx, p->k, p->ks, mode, kt, is_plain(a->w->format) ? 1.0f : WEIGHT_UNIT, (uint16_t *)scratch, xscale);
-        QL_TRY(launched(dev, "linear: activations"));
-        p->xs = (const uint16_t *)scratch;
-        p->xscale = mode == X_BF16 ? NULL : xscale;
-        p->n_row = rows;
-        p->y = y + t * p->ldy;
-        size_t used = xs_bytes + round_256((size_t)rows * MAX_SLICES * 4);
-        p->stack = (float *)(scratch + used);
-        QL_TRY(gen ? ql_linear_small_cuda(dev, p) : ql_linear_prompt_cuda(dev, p, dev->scratch_bytes - used));
+        float *xscale = (float *)(scratch + round_256((size_t)n_col * p.k * 2));
+        size_t used = x_bytes(rows, p.x_cols, p.k);
+        QL_TRY(launch(dev, "linear: activations", prepare_x, dim3((unsigned)a->n_slice, (unsigned)rows), X_THREADS, 0,
+                      a->x + t * a->ldx, a->ldx, p.k, p.ks, mode, gen ? 0 : tile_k(w0->format), n_col,
+                      is_plain(w0->format) ? 1.0f : WEIGHT_UNIT, (uint16_t *)scratch, xscale));
+        p.xs = (const uint16_t *)scratch;
+        p.xscale = mode == X_BF16 ? NULL : xscale;
+        p.n_row = rows;
+        p.stack = (float *)(scratch + used);
+        QL_TRY(gen ? ql_linear_small_cuda(dev, &p, w0->format)
+                   : ql_linear_prompt_cuda(dev, &p, w0->format, dev->scratch_bytes - used));
+        for (int i = 0; i < n; i++) {
+            p.target[i].y += rows * p.target[i].ldy;
+        }
     }
     return QL_OK;
 }
 
-ql_status ql_linear_cuda(ql_dev *dev, const ql_linear_args *a) {
+static ql_status check_args(ql_dev *dev, const ql_linear_args *a) {
     const ql_weight *w = a->w;
     int n_slice = a->n_slice;
-    if ((n_slice != 1 && n_slice != 2 && n_slice != 4 && n_slice != 8) || w->k % n_slice || a->ldx < w->k || a->ldy < w->n ||
-        a->n_row < 0 || a->precision < QL_PREC_EXACT || a->precision > QL_PREC_FP8) {
-        return ql_fail(dev->err, QL_ERR_INTERNAL, "linear: %d rows, weight %d x %d, %d slices, ldx %lld, ldy %lld, precision %d",
-                       a->n_row, w->n, w->k, n_slice, (long long)a->ldx, (long long)a->ldy, (int)a->precision);
+    if ((n_slice != 1 && n_slice != 2 && n_slice != 4 && n_slice != 8) || w->k % n_slice || a->ldx < w->k ||
+        a->ldy < w->n || a->n_row < 0 || a->precision < QL_PREC_EXACT || a->precision > QL_PREC_FP8) {
+        return ql_fail(dev->err, QL_ERR_INTERNAL,
+                       "linear: %d rows, weight %d x %d, %d slices, ldx %lld, ldy %lld, precision %d", a->n_row, w->n,
+                       w->k, n_slice, (long long)a->ldx, (long long)a->ldy, (int)a->precision);
     }
-    if (a->n_row == 0) {
-        return QL_OK;
-    }
-    struct product p{};
-    p.w = (const uint8_t *)w->data;
-    p.scale = w->scale;
-    p.fmt = w->format;
-    p.n = w->n;
-    p.k = w->k;
-    p.n_slice = n_slice;
-    p.ks = w->k / n_slice;
-    p.row_off = w->row_off;
-    p.col_off = w->col_off;
-    p.factor = w->factor;
-    p.y = a->y;
-    p.ldy = a->ldy;
-    ql_precision precision = a->precision == QL_PREC_FP8 && !is_fp8(w->format) ? QL_PREC_BF16 : a->precision;
-    bool whole = p.ks % 64 == 0 && (w->format != QL_FORMAT_FP8_BLOCK || w->col_off % 64 == 0);
-    if (whole && !is_plain(w->format)) {
-        return run_tensor(dev, a, &p, precision == QL_PREC_EXACT ? X_F16X2 : precision == QL_PREC_FP8 ? X_E4M3_AS_F16 : X_BF16_AS_F16);
-    }
-    if (whole && a->phase == QL_PHASE_PROMPT && precision != QL_PREC_EXACT) {
-        if (w->format == QL_FORMAT_F16) {
-            return run_tensor(dev, a, &p, X_BF16_AS_F16);
-        }
-        if (w->format == QL_FORMAT_BF16 && cuda(dev)->cc >= 80) {
-            return run_tensor(dev, a, &p, X_BF16);
-        }
-    }
-    if (w->format == QL_FORMAT_BF16 && p.ks % 8 == 0) {
+    return QL_OK;
+}
+
+/* Formats that a launch may mix: FP8 with one factor is FP8 with a factor for each row. */
+static bool same_family(ql_qformat a, ql_qformat b) {
+    return a == b || (is_fp8(a) && is_fp8(b) && a != QL_FORMAT_FP8_BLOCK && b != QL_FORMAT_FP8_BLOCK);
+}
+
+static ql_status run_one(ql_dev *dev, const ql_linear_args *a) {
+    const ql_weight *w = a->w;
+    int ks = w->k / a->n_slice;
+    if (w->format == QL_FORMAT_BF16 && ks % 8 == 0) {
         return run_rows<QL_FORMAT_BF16>(dev, a);
     }
-    if (w->format == QL_FORMAT_F16 && p.ks % 8 == 0) {
+    if (w->format == QL_FORMAT_F16 && ks % 8 == 0) {
         return run_rows<QL_FORMAT_F16>(dev, a);
     }
-    if (w->format == QL_FORMAT_F32 && p.ks % 4 == 0) {
+    if (w->format == QL_FORMAT_F32 && ks % 4 == 0) {
         return run_rows<QL_FORMAT_F32>(dev, a);
     }
-    p.n_row = a->n_row;
+    struct any p = {(const uint8_t *)w->data,
+                    w->scale,
+                    w->format,
+                    w->n,
+                    w->k,
+                    a->n_slice,
+                    ks,
+                    w->row_off,
+                    w->col_off,
+                    a->n_row,
+                    w->factor,
+                    a->x,
+                    a->y,
+                    a->ldx,
+                    a->ldy};
     unsigned gy = a->n_row < 65535 ? (unsigned)a->n_row : 65535;
-    any_kernel<<<dim3((unsigned)ceil_div(p.n, 8), gy), 256, 0, cuda(dev)->stream>>>(p, a->x, a->ldx, precision);
-    return launched(dev, "linear");
+    ql_precision precision = a->precision == QL_PREC_FP8 && !is_fp8(w->format) ? QL_PREC_BF16 : a->precision;
+    return launch(dev, "linear", any_kernel, dim3((unsigned)ceil_div(w->n, 8), gy), 256, 0, p, (int)precision);
 }
+
+ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        QL_TRY(check_args(dev, &a[i]));
+    }
+    for (int32_t i = 0; i < n && a->n_row > 0;) {
+        enum x_mode mode;
+        int32_t m = 1;
+        if (has_tensor_path(dev, &a[i], &mode)) {
+            while (m < MAX_TARGETS && i + m < n && same_family(a[i].w->format, a[i + m].w->format) &&
+                   a[i].w->col_off == a[i + m].w->col_off) {
+                m++;
+            }
+            QL_TRY(run_tensor(dev, &a[i], m, mode));
+        } else {
+            QL_TRY(run_one(dev, &a[i]));
+        }
+        i += m;
+    }
+    return QL_OK;
+}
+
+ql_status ql_linear_cuda(ql_dev *dev, const ql_linear_args *a) { return ql_linear_group_cuda(dev, a, 1); }

@@ -1,21 +1,36 @@
 /* rmsnorm and gated_norm on the device: contracts in norm.h. A block a row, so that a row's sum has one order. */
 #include "kernels/cuda/dev.cuh"
 
-enum { THREADS = 512, KEEP = 16 }; /* rows of up to THREADS * KEEP numbers stay in registers between sum and result */
+enum { THREADS = 1024, KEEP = 6 }; /* rows of up to THREADS * KEEP numbers stay in registers between sum and result */
 
 __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(struct ql_rmsnorm_args a) {
     __shared__ float part[THREADS / 32];
+    after_previous();
     float *x = a.x + (int64_t)blockIdx.x * a.n;
     const float *delta = a.delta ? a.delta + (int64_t)blockIdx.x * a.n : NULL;
-    float kept[KEEP], sum = 0.0f;
+    float kept[KEEP], w[KEEP], sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < KEEP; j++) {
+    for (int j = 0; j < KEEP; j++) { /* all loads before the first use */
         int i = j * THREADS + threadIdx.x;
         kept[j] = i < a.n ? x[i] : 0.0f;
-        if (delta && i < a.n) {
-            kept[j] += delta[i];
-            x[i] = kept[j];
+        w[j] = i < a.n && a.y ? a.w[i] : 0.0f;
+    }
+    if (delta) {
+#pragma unroll
+        for (int j = 0; j < KEEP; j++) {
+            int i = j * THREADS + threadIdx.x;
+            kept[j] += i < a.n ? delta[i] : 0.0f;
         }
+#pragma unroll
+        for (int j = 0; j < KEEP; j++) {
+            int i = j * THREADS + threadIdx.x;
+            if (i < a.n) {
+                x[i] = kept[j];
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < KEEP; j++) {
         sum = fmaf(kept[j], kept[j], sum);
     }
     for (int i = KEEP * THREADS + threadIdx.x; i < a.n; i += THREADS) {
@@ -35,7 +50,7 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(struct ql_rmsnorm_args
     for (int j = 0; j < KEEP; j++) {
         int i = j * THREADS + threadIdx.x;
         if (i < a.n) {
-            y[i] = (kept[j] * scale) * (1.0f + a.w[i]);
+            y[i] = (kept[j] * scale) * (1.0f + w[j]);
         }
     }
     for (int i = KEEP * THREADS + threadIdx.x; i < a.n; i += THREADS) {
@@ -45,14 +60,14 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(struct ql_rmsnorm_args
 
 ql_status ql_rmsnorm_cuda(ql_dev *dev, const ql_rmsnorm_args *a) {
     if (a->n_row > 0) {
-        rmsnorm_kernel<<<(unsigned)a->n_row, THREADS, 0, cuda(dev)->stream>>>(*a);
-        return launched(dev, "rmsnorm");
+        return launch(dev, "rmsnorm", rmsnorm_kernel, (unsigned)a->n_row, THREADS, 0, *a);
     }
     return QL_OK;
 }
 
 /* A warp a row and head. */
 __global__ void __launch_bounds__(256) gated_norm_kernel(struct ql_gated_norm_args a, int64_t n) {
+    after_previous();
     int64_t h = blockIdx.x * 8ll + (threadIdx.x >> 5);
     int lane = threadIdx.x & 31;
     if (h >= n) {
@@ -76,8 +91,7 @@ __global__ void __launch_bounds__(256) gated_norm_kernel(struct ql_gated_norm_ar
 ql_status ql_gated_norm_cuda(ql_dev *dev, const ql_gated_norm_args *a) {
     int64_t n = (int64_t)a->n_row * a->n_head;
     if (n > 0) {
-        gated_norm_kernel<<<(unsigned)ceil_div(n, 8), 256, 0, cuda(dev)->stream>>>(*a, n);
-        return launched(dev, "gated_norm");
+        return launch(dev, "gated_norm", gated_norm_kernel, (unsigned)ceil_div(n, 8), 256, 0, *a, n);
     }
     return QL_OK;
 }

@@ -7,7 +7,10 @@
  */
 #include "kernels/cuda/dev.cuh"
 
-enum { PIECE = 2048, THREADS = 256 };
+enum { PIECE = 2048, THREADS = 256, HEADS = 512 /* pieces whose best are compared first */ };
+
+/* Scratch of a candidate of sample: 8 bytes of weight and 12 of candidate, rounded so that rows stay aligned. */
+enum { SAMPLE_BYTES = 24 };
 
 /* ---- topk -------------------------------------------------------------------------------------------------------- */
 
@@ -16,7 +19,9 @@ struct pieces {
     int first, n_range, per_range;
 };
 
-static __host__ __device__ __forceinline__ int range_begin(int vocab, int i) { return (int)((int64_t)vocab * i / QL_STAT_RANGES); }
+static __host__ __device__ __forceinline__ int range_begin(int vocab, int i) {
+    return (int)((int64_t)vocab * i / QL_STAT_RANGES);
+}
 
 /* Falls as the key falls; 0 stands for no candidate. */
 __device__ __forceinline__ uint64_t rank_of(float key, int id) {
@@ -54,11 +59,30 @@ __device__ __forceinline__ float penalised(const struct ql_sample_row &row, cons
 
 __device__ __forceinline__ uint64_t max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
+/* Sorts n numbers, a power of two, best first. All threads. */
+__device__ void sort_keys(uint64_t *keys, int n) {
+    __syncthreads();
+    for (int size = 2; size <= n; size *= 2) {
+        for (int d = size / 2; d; d /= 2) {
+            for (int i = threadIdx.x; i < n / 2; i += THREADS) {
+                int lo = 2 * i - (i & (d - 1)), hi = lo + d;
+                uint64_t x = keys[lo], y = keys[hi];
+                if ((x < y) == ((lo & size) == 0)) {
+                    keys[lo] = y;
+                    keys[hi] = x;
+                }
+            }
+            __syncthreads();
+        }
+    }
+}
+
 /* Block (piece, row). `stride` entries of `best` a piece. */
-__global__ void __launch_bounds__(THREADS) pieces_kernel(struct ql_topk_args a, struct pieces ps, int row0, int stride, uint64_t *best,
-                                                         float2 *stat) {
+__global__ void __launch_bounds__(THREADS)
+    pieces_kernel(struct ql_topk_args a, struct pieces ps, int row0, int stride, uint64_t *best, float2 *stat) {
     __shared__ uint64_t keys[PIECE];
     __shared__ float part[THREADS / 32];
+    after_previous();
     int tid = threadIdx.x, piece = blockIdx.x, r = row0 + blockIdx.y;
     int range = ps.first + piece / ps.per_range, sub = piece % ps.per_range;
     int begin = range_begin(a.vocab, range) + sub * PIECE, end = min(begin + PIECE, range_begin(a.vocab, range + 1));
@@ -129,19 +153,38 @@ __global__ void __launch_bounds__(THREADS) pieces_kernel(struct ql_topk_args a, 
         }
         return;
     }
-    for (int size = 2; size <= PIECE; size *= 2) { /* bitonic sort, best first */
-        for (int d = size / 2; d; d /= 2) {
-            for (int i = tid; i < PIECE / 2; i += THREADS) {
-                int lo = 2 * i - (i & (d - 1)), hi = lo + d;
-                uint64_t x = keys[lo], y = keys[hi];
-                if ((x < y) == ((lo & size) == 0)) {
-                    keys[lo] = y;
-                    keys[hi] = x;
-                }
+    int count = PIECE;
+    if (row.k <= THREADS) {
+        /* The k-th best of the threads' best is a bound: at least k ids reach it, at most 8 k. Those alone are sorted. */
+        uint64_t own[PIECE / THREADS], top = 0;
+#pragma unroll
+        for (int i = 0; i < PIECE / THREADS; i++) {
+            own[i] = keys[i * THREADS + tid];
+            top = max_u64(top, own[i]);
+        }
+        __shared__ int n_kept;
+        __syncthreads();
+        keys[tid] = top;
+        if (tid == 0) {
+            n_kept = 0;
+        }
+        sort_keys(keys, THREADS);
+        uint64_t bound = max_u64(keys[row.k - 1], 1);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < PIECE / THREADS; i++) {
+            if (own[i] >= bound) {
+                keys[atomicAdd(&n_kept, 1)] = own[i];
             }
-            __syncthreads();
+        }
+        __syncthreads();
+        for (count = 32; count < n_kept; count *= 2) {
+        }
+        for (int i = n_kept + tid; i < max(count, row.k); i += THREADS) {
+            keys[i] = 0;
         }
     }
+    sort_keys(keys, count);
     for (int i = tid; i < min(row.k, stride); i += THREADS) {
         to[i] = keys[i];
     }
@@ -165,14 +208,28 @@ __device__ __forceinline__ int better(const uint64_t *list, int n, uint64_t key)
 __global__ void __launch_bounds__(THREADS) place_kernel(struct ql_topk_args a, struct pieces ps, int row0, int stride,
                                                         const uint64_t *best, const float2 *stat) {
     __shared__ int rank[THREADS];
+    __shared__ uint64_t heads[HEADS];
+    after_previous();
     int tid = threadIdx.x, n_piece = gridDim.x, piece = blockIdx.x, r = row0 + blockIdx.y;
     struct ql_sample_row row = a.row[r];
     struct ql_candidate *cand = a.cand + (int64_t)r * a.k_cap;
     const uint64_t *lists = best + (int64_t)blockIdx.y * n_piece * stride, *own = lists + (int64_t)piece * stride;
     int len = min(row.k, stride);
+    /* The k-th best of the pieces' best is a bound: what is below it has at least k better ones. */
+    uint64_t bound = 1;
+    if (row.k > 1 && row.k <= n_piece && n_piece <= HEADS) {
+        int size = 32;
+        for (; size < n_piece; size *= 2) {
+        }
+        for (int i = tid; i < size; i += THREADS) {
+            heads[i] = i < n_piece ? lists[(int64_t)i * stride] : 0;
+        }
+        sort_keys(heads, size);
+        bound = max_u64(heads[row.k - 1], 1);
+    }
     /* a few candidates at a time, each with all pieces spread over the threads */
-    int group = max(1, min(THREADS, THREADS / n_piece)), first = 0;
-    for (first = 0; first < len && own[first]; first += group) {
+    int group = max(1, min(THREADS, THREADS / n_piece)), first;
+    for (first = 0; first < len && own[first] >= bound; first += group) {
         int count = min(group, len - first);
         if (tid < count) {
             rank[tid] = first + tid;
@@ -236,9 +293,10 @@ static size_t topk_row_bytes(int64_t n_piece, int64_t stride) {
 }
 
 size_t ql_topk_cuda_scratch(const ql_shape *shape) {
-    /* Most candidates that are asked for in practice; more go in fewer rows at a time. */
-    return (size_t)shape->max_out * topk_row_bytes((int64_t)QL_STAT_RANGES * pieces_of(shape->vocab), 256) +
-           topk_row_bytes((int64_t)QL_STAT_RANGES * pieces_of(shape->vocab), PIECE);
+    /* Most candidates that are asked for in practice; more go in fewer rows at a time. A row may want all ids. */
+    int64_t n_piece = (int64_t)QL_STAT_RANGES * pieces_of(shape->vocab);
+    size_t all = topk_row_bytes(n_piece, PIECE), sample = (size_t)shape->vocab * SAMPLE_BYTES;
+    return (size_t)shape->max_out * topk_row_bytes(n_piece, 256) + (all > sample ? all : sample);
 }
 
 ql_status ql_topk_cuda(ql_dev *dev, const ql_topk_args *a) {
@@ -249,25 +307,26 @@ ql_status ql_topk_cuda(ql_dev *dev, const ql_topk_args *a) {
     while (ps.first + ps.n_range < QL_STAT_RANGES && range_begin(a->vocab, ps.first + ps.n_range) != a->vocab0 + a->n) {
         ps.n_range++;
     }
-    if (a->vocab < QL_STAT_RANGES || ps.n_range == 0 || range_begin(a->vocab, ps.first + ps.n_range) != a->vocab0 + a->n) {
-        return ql_fail(dev->err, QL_ERR_INTERNAL, "topk: ids %d to %d are no whole ranges of a vocabulary of %d", a->vocab0,
-                       a->vocab0 + a->n - 1, a->vocab);
+    if (a->vocab < QL_STAT_RANGES || ps.n_range == 0 ||
+        range_begin(a->vocab, ps.first + ps.n_range) != a->vocab0 + a->n) {
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "topk: ids %d to %d are no whole ranges of a vocabulary of %d",
+                       a->vocab0, a->vocab0 + a->n - 1, a->vocab);
     }
     int n_piece = ps.n_range * ps.per_range, stride = a->k_cap < PIECE ? a->k_cap : PIECE;
     size_t row_bytes = topk_row_bytes(n_piece, stride);
     int64_t fit = (int64_t)(dev->scratch_bytes / row_bytes);
     if (fit < 1) {
-        return ql_fail(dev->err, QL_ERR_INTERNAL, "topk: scratch is %zu bytes, a row needs %zu", dev->scratch_bytes, row_bytes);
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "topk: scratch is %zu bytes, a row needs %zu", dev->scratch_bytes,
+                       row_bytes);
     }
     for (int r = 0; r < a->n_row;) {
         int rows = a->n_row - r < fit ? a->n_row - r : (int)fit;
         float2 *stat = (float2 *)dev->scratch;
         uint64_t *best = (uint64_t *)((uint8_t *)dev->scratch + round_256((size_t)rows * n_piece * sizeof(float2)));
         dim3 grid((unsigned)n_piece, (unsigned)rows);
-        pieces_kernel<<<grid, THREADS, 0, cuda(dev)->stream>>>(*a, ps, r, stride, best, stat);
-        QL_TRY(launched(dev, "topk"));
-        place_kernel<<<grid, THREADS, 0, cuda(dev)->stream>>>(*a, ps, r, stride, best, stat);
-        QL_TRY(launched(dev, "topk: order"));
+        QL_TRY(launch(dev, "topk", pieces_kernel, grid, THREADS, 0, *a, ps, r, stride, best, stat));
+        QL_TRY(launch(dev, "topk: order", place_kernel, grid, THREADS, 0, *a, ps, r, stride, (const uint64_t *)best,
+                      (const float2 *)stat));
         r += rows;
     }
     return QL_OK;
@@ -284,84 +343,62 @@ __device__ float uniform_of(uint64_t seed, uint64_t counter) {
     return (float)(z >> 40) * 0x1p-24f;
 }
 
-/* All lanes' candidates of one row in one order. */
-struct merge {
-    const struct ql_sample_args *a;
-    int row, k, left;
-    int at[QL_STAT_RANGES];
-};
+enum { SAMPLE_THREADS = 128, KEPT = 1024 }; /* candidates that fit in shared memory; more lie in scratch */
 
-__device__ void merge_begin(struct merge *m, const struct ql_sample_args *a, int row) {
-    m->a = a;
-    m->row = row;
-    m->k = a->row[row].k;
-    m->left = a->row[row].top_k > 0 ? min(a->row[row].top_k, m->k) : m->k;
-    for (int i = 0; i < QL_STAT_RANGES; i++) {
-        m->at[i] = 0;
-    }
+__device__ __forceinline__ const struct ql_candidate *candidates(const struct ql_sample_args &a, int lane, int r) {
+    return a.cand + ((int64_t)lane * a.n_row + r) * a.k_cap;
 }
 
-__device__ bool merge_next(struct merge *m, struct ql_candidate *out) {
-    int lane = -1;
-    for (int i = 0; i < m->a->n_lane && m->left > 0; i++) {
-        if (m->at[i] == m->k) {
-            continue;
+__device__ __forceinline__ bool is_better(const struct ql_candidate &a, const struct ql_candidate &b) {
+    return a.key > b.key || (a.key == b.key && a.id < b.id);
+}
+
+/* Place of a lane's candidate `at` among all lanes'. Lists are sorted and end with id -1. */
+__device__ int place_of(const struct ql_sample_args &a, int r, int k, int lane, int at) {
+    struct ql_candidate own = candidates(a, lane, r)[at];
+    int place = at;
+    for (int i = 0; i < a.n_lane; i++) {
+        const struct ql_candidate *list = candidates(a, i, r);
+        int lo = 0, hi = i == lane ? 0 : k;
+        while (lo < hi) {
+            int mid = (lo + hi) / 2;
+            if (list[mid].id >= 0 && is_better(list[mid], own)) {
+                lo = mid + 1;
+            } else {
+                hi = mid;
+            }
         }
-        struct ql_candidate c = m->a->cand[((int64_t)i * m->a->n_row + m->row) * m->a->k_cap + m->at[i]];
-        if (c.id >= 0 && (lane < 0 || c.key > out->key || (c.key == out->key && c.id < out->id))) {
-            *out = c;
-            lane = i;
-        }
+        place += lo;
     }
-    if (lane < 0) {
-        return false;
-    }
-    m->at[lane]++;
-    m->left--;
-    return true;
+    return place;
 }
 
 __device__ double weight_of(const struct ql_candidate &c, float best_key, float temperature) {
     return exp(((double)c.key - (double)best_key) / (double)temperature);
 }
 
-__device__ bool choose(const struct ql_sample_args &a, int r, struct ql_candidate *out) {
-    struct ql_sample_row row = a.row[r];
-    struct merge m;
-    struct ql_candidate best, c;
-    merge_begin(&m, &a, r);
-    if (!merge_next(&m, &best)) {
-        return false;
-    }
-    *out = best;
-    if (row.temperature <= 0) {
-        return true;
-    }
+/* The choice among candidates w[0 .. n), which weigh as given, best first. */
+__device__ int draw(const struct ql_sample_row &row, const double *w, int n) {
     /* Weights fall with rank: top_p and min_p both keep a prefix. */
-    double total = weight_of(best, best.key, row.temperature), kept = 0, sum = 0;
-    while (merge_next(&m, &c)) {
-        total += weight_of(c, best.key, row.temperature);
+    double total = 0, kept = 0, sum = 0;
+    for (int i = 0; i < n; i++) {
+        total += w[i];
     }
     int n_kept = 0;
-    merge_begin(&m, &a, r);
-    while (merge_next(&m, &c)) {
-        double w = weight_of(c, best.key, row.temperature);
-        if (n_kept > 0 && ((row.top_p < 1 && kept >= (double)row.top_p * total) || w < (double)row.min_p)) {
+    for (; n_kept < n; n_kept++) {
+        if (n_kept > 0 && ((row.top_p < 1 && kept >= (double)row.top_p * total) || w[n_kept] < (double)row.min_p)) {
             break;
         }
-        kept += w;
-        n_kept++;
+        kept += w[n_kept];
     }
     double limit = (double)uniform_of(row.seed, row.counter) * kept;
-    merge_begin(&m, &a, r);
-    for (int i = 0; i < n_kept && merge_next(&m, &c); i++) {
-        sum += weight_of(c, best.key, row.temperature);
+    for (int i = 0; i < n_kept; i++) {
+        sum += w[i];
         if (sum > limit) {
-            *out = c;
-            return true;
+            return i;
         }
     }
-    return true; /* keys that are no numbers: greedy */
+    return 0; /* keys that are no numbers: greedy */
 }
 
 __device__ float logprob_of(const struct ql_sample_args &a, int r, float raw) {
@@ -378,23 +415,66 @@ __device__ float logprob_of(const struct ql_sample_args &a, int r, float raw) {
     return (float)((double)raw - (most + log(sum)));
 }
 
-__global__ void __launch_bounds__(32) sample_kernel(struct ql_sample_args a) {
-    int r = blockIdx.x * 32 + threadIdx.x;
-    if (r < a.n_row) {
-        struct ql_candidate c;
-        bool any = choose(a, r, &c);
-        a.id[r] = any ? c.id : -1;
-        a.logprob[r] = any ? logprob_of(a, r, c.raw) : -INFINITY;
+/* A block a row. big: room for k_cap weights and candidates a row, where k_cap is more than KEPT. */
+__global__ void __launch_bounds__(SAMPLE_THREADS) sample_kernel(struct ql_sample_args a, int row0, uint8_t *big) {
+    __shared__ struct ql_candidate some[KEPT];
+    __shared__ double some_weights[KEPT];
+    __shared__ int total;
+    after_previous();
+    int r = row0 + blockIdx.x, tid = threadIdx.x;
+    double *weight = a.k_cap > KEPT ? (double *)(big + (int64_t)blockIdx.x * a.k_cap * SAMPLE_BYTES) : some_weights;
+    struct ql_candidate *kept = a.k_cap > KEPT ? (struct ql_candidate *)(weight + a.k_cap) : some;
+    struct ql_sample_row row = a.row[r];
+    /* Greedy rows need the best alone; the others the best k, or top_k if that is less. */
+    int want = row.temperature <= 0 ? 1 : row.top_k > 0 ? min(row.top_k, row.k) : row.k, n_cand = a.n_lane * row.k;
+    if (tid == 0) {
+        total = 0;
+    }
+    __syncthreads();
+    for (int i = tid; i < n_cand; i += SAMPLE_THREADS) {
+        struct ql_candidate c = candidates(a, i / row.k, r)[i % row.k];
+        if (c.id >= 0 && i % row.k < want) {
+            int at = place_of(a, r, row.k, i / row.k, i % row.k);
+            if (at < want) {
+                kept[at] = c;
+                atomicAdd(&total, 1);
+            }
+        }
+    }
+    __syncthreads();
+    int n = total;
+    for (int i = tid; i < n; i += SAMPLE_THREADS) {
+        weight[i] = weight_of(kept[i], kept[0].key, row.temperature);
+    }
+    __syncthreads();
+    if (tid == 0) {
+        struct ql_candidate c = {0.0f, 0.0f, -1};
+        if (n > 0) {
+            c = kept[row.temperature <= 0 ? 0 : draw(row, weight, n)];
+        }
+        a.id[r] = c.id;
+        a.logprob[r] = n > 0 ? logprob_of(a, r, c.raw) : -INFINITY;
     }
 }
 
 ql_status ql_sample_cuda(ql_dev *dev, const ql_sample_args *a) {
     if (a->n_lane < 1 || QL_STAT_RANGES % a->n_lane) {
-        return ql_fail(dev->err, QL_ERR_INTERNAL, "sample: %d lanes do not divide %d ranges", a->n_lane, QL_STAT_RANGES);
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "sample: %d lanes do not divide %d ranges", a->n_lane,
+                       QL_STAT_RANGES);
     }
     if (a->n_row == 0) {
         return QL_OK;
     }
-    sample_kernel<<<(unsigned)ceil_div(a->n_row, 32), 32, 0, cuda(dev)->stream>>>(*a);
-    return launched(dev, "sample");
+    int64_t row_bytes = a->k_cap > KEPT ? (int64_t)a->k_cap * SAMPLE_BYTES : 0;
+    int64_t fit = row_bytes ? (int64_t)dev->scratch_bytes / row_bytes : a->n_row;
+    if (fit < 1) {
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "sample: scratch is %zu bytes, %d candidates need %lld",
+                       dev->scratch_bytes, a->k_cap, (long long)row_bytes);
+    }
+    for (int r = 0; r < a->n_row;) {
+        int rows = a->n_row - r < fit ? a->n_row - r : (int)fit;
+        QL_TRY(launch(dev, "sample", sample_kernel, (unsigned)rows, SAMPLE_THREADS, 0, *a, r, (uint8_t *)dev->scratch));
+        r += rows;
+    }
+    return QL_OK;
 }

@@ -25,16 +25,16 @@ struct pending_copy {
 struct cuda_dev {
     int ordinal, n_sm, cc; /* cc: 90 for 9.0 */
     cudaStream_t stream;
-    uint8_t *pinned;                     /* STAGE_SLOTS of STAGE_BYTES, host to device */
-    cudaEvent_t slot_free[STAGE_SLOTS];  /* recorded when a slot's copies were enqueued */
+    uint8_t *pinned;                    /* STAGE_SLOTS of STAGE_BYTES, host to device */
+    cudaEvent_t slot_free[STAGE_SLOTS]; /* recorded when a slot's copies were enqueued */
     int slot;
     size_t slot_used;
-    uint8_t *back;                       /* STAGE_BYTES pinned, device to host */
+    uint8_t *back; /* STAGE_BYTES pinned, device to host */
     size_t back_used;
     struct pending_copy pending[MAX_PENDING];
     int n_pending;
-    uint8_t *raw;                        /* STAGE_SLOTS of STAGE_BYTES on the device: file bytes before repacking */
-    unsigned long long *bad;             /* on the device: first bad code of a weight */
+    uint8_t *raw;            /* STAGE_SLOTS of STAGE_BYTES on the device: file bytes before repacking */
+    unsigned long long *bad; /* on the device: first bad code of a weight */
     bool capturing;
     const char *last_op;
 };
@@ -44,12 +44,12 @@ static inline struct cuda_dev *cuda(const ql_dev *dev) { return (struct cuda_dev
 /* Writes the error of a CUDA call that was part of `what`; clears the runtime's last error. */
 ql_status ql_cuda_fail(ql_dev *dev, cudaError_t e, const char *what);
 
-#define CU_TRY(dev, call, what)                       \
-    do {                                              \
-        cudaError_t cu_try_ = (call);                 \
-        if (cu_try_ != cudaSuccess) {                 \
-            return ql_cuda_fail(dev, cu_try_, what);  \
-        }                                             \
+#define CU_TRY(dev, call, what)                                                                                        \
+    do {                                                                                                               \
+        cudaError_t cu_try_ = (call);                                                                                  \
+        if (cu_try_ != cudaSuccess) {                                                                                  \
+            return ql_cuda_fail(dev, cu_try_, what);                                                                   \
+        }                                                                                                              \
     } while (0)
 
 /* After a launch. */
@@ -67,6 +67,31 @@ static inline void begin_op(ql_dev *dev, int32_t path) {
     }
 }
 
+/* Launches a kernel that begins with after_previous(): from compute capability 9.0 on its blocks may take their places
+ * while the kernel before it still runs. */
+template <typename... P, typename... A>
+static ql_status launch(ql_dev *dev, const char *op, void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared,
+                        A... args) {
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = cuda(dev)->stream;
+    config.attrs = &early;
+    config.numAttrs = cuda(dev)->cc >= 90;
+    cuda(dev)->last_op = op;
+    if (shared > 48 * 1024) {
+        CU_TRY(dev,
+               cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared),
+               op);
+    }
+    CU_TRY(dev, cudaLaunchKernelEx(&config, kernel, P(args)...), op);
+    return QL_OK;
+}
+
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline size_t round_256(size_t n) { return (n + 255) & ~(size_t)255; }
 
@@ -82,6 +107,7 @@ ql_status ql_gdn_cuda(ql_dev *dev, const ql_gdn_args *a);
 ql_status ql_attn_prep_cuda(ql_dev *dev, const ql_attn_prep_args *a);
 ql_status ql_attention_cuda(ql_dev *dev, const ql_attention_args *a);
 ql_status ql_linear_cuda(ql_dev *dev, const ql_linear_args *a);
+ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
 ql_status ql_topk_cuda(ql_dev *dev, const ql_topk_args *a);
 ql_status ql_sample_cuda(ql_dev *dev, const ql_sample_args *a);
 
@@ -109,6 +135,23 @@ ql_status ql_cuda_slot_done(ql_dev *dev, int index);
 
 /* ---- device helpers ---- */
 
+/* First statement of every kernel, before anything that another kernel wrote is read: lets the next kernel's blocks come,
+ * then waits until the kernel before this one is complete. As all kernels do so, everything earlier is complete too. */
+__device__ __forceinline__ void allow_next(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_previous(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void after_previous(void) {
+    allow_next();
+    wait_previous();
+}
+
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int d = 16; d; d >>= 1) {
@@ -133,11 +176,8 @@ __device__ __forceinline__ float block_sum(float v, float *part, int n_warp) {
         part[threadIdx.x >> 5] = v;
     }
     __syncthreads();
-    float s = 0.0f;
-    for (int i = 0; i < n_warp; i++) {
-        s += part[i];
-    }
-    return s;
+    int lane = threadIdx.x & 31;
+    return warp_sum(lane < n_warp ? part[lane] : 0.0f);
 }
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }

@@ -16,8 +16,8 @@
 
 ql_status ql_cuda_fail(ql_dev *dev, cudaError_t e, const char *what) {
     cudaGetLastError();
-    return ql_fail(dev->err, e == cudaErrorMemoryAllocation ? QL_ERR_MEMORY : QL_ERR_DEVICE, "%s: %s: %s", dev->device, what,
-                   cudaGetErrorString(e));
+    return ql_fail(dev->err, e == cudaErrorMemoryAllocation ? QL_ERR_MEMORY : QL_ERR_DEVICE, "%s: %s: %s", dev->device,
+                   what, cudaGetErrorString(e));
 }
 
 /* ---- enumeration ------------------------------------------------------------------------------------------------- */
@@ -87,8 +87,8 @@ ql_status ql_cuda_alloc(ql_dev *dev, size_t bytes, const char *what, void **out)
         cudaMemGetInfo(&free_bytes, &total);
         cudaGetLastError();
         return ql_fail(dev->err, e == cudaErrorMemoryAllocation ? QL_ERR_MEMORY : QL_ERR_DEVICE,
-                       "%s: %zu bytes for %s: %s (%zu of %zu bytes free)", dev->device, bytes, what, cudaGetErrorString(e),
-                       free_bytes, total);
+                       "%s: %zu bytes for %s: %s (%zu of %zu bytes free)", dev->device, bytes, what,
+                       cudaGetErrorString(e), free_bytes, total);
     }
     if (bytes) {
         e = cudaMemsetAsync(ptr, 0, bytes, cuda(dev)->stream);
@@ -152,7 +152,8 @@ ql_status ql_cuda_h2d(ql_dev *dev, void *dst, const void *src, size_t bytes) {
         int index;
         QL_TRY(ql_cuda_slot_take(dev, &pinned, &index));
         memcpy(pinned, (const uint8_t *)src + done, n);
-        CU_TRY(dev, cudaMemcpyAsync((uint8_t *)dst + done, pinned, n, cudaMemcpyHostToDevice, d->stream), "copy to device");
+        CU_TRY(dev, cudaMemcpyAsync((uint8_t *)dst + done, pinned, n, cudaMemcpyHostToDevice, d->stream),
+               "copy to device");
         QL_TRY(ql_cuda_slot_done(dev, index));
         done += n;
     }
@@ -185,7 +186,8 @@ static ql_status cuda_d2h(ql_dev *dev, void *dst, const void *src, size_t bytes)
         size_t n = bytes - done, room = STAGE_BYTES - d->back_used;
         n = n < room ? n : room;
         uint8_t *at = d->back + d->back_used;
-        CU_TRY(dev, cudaMemcpyAsync(at, (const uint8_t *)src + done, n, cudaMemcpyDeviceToHost, d->stream), "copy to host");
+        CU_TRY(dev, cudaMemcpyAsync(at, (const uint8_t *)src + done, n, cudaMemcpyDeviceToHost, d->stream),
+               "copy to host");
         d->pending[d->n_pending++] = pending_copy{(uint8_t *)dst + done, at, n};
         d->back_used += (n + 63) & ~(size_t)63;
         done += n;
@@ -201,8 +203,8 @@ static ql_status cuda_zero(ql_dev *dev, void *dst, size_t bytes) {
 }
 
 static size_t cuda_scratch_bytes(const ql_dev *dev, const ql_shape *shape) {
-    const size_t each[] = {ql_linear_cuda_scratch(dev, shape), ql_gdn_cuda_scratch(shape), ql_attention_cuda_scratch(shape),
-                           ql_topk_cuda_scratch(shape)};
+    const size_t each[] = {ql_linear_cuda_scratch(dev, shape), ql_gdn_cuda_scratch(shape),
+                           ql_attention_cuda_scratch(shape), ql_topk_cuda_scratch(shape)};
     size_t most = 0;
     for (size_t n : each) {
         most = n > most ? n : most;
@@ -279,6 +281,13 @@ static ql_status op_embed(ql_dev *dev, const ql_embed_args *a) {
 static ql_status op_linear(ql_dev *dev, const ql_linear_args *a) {
     begin_op(dev, ql_path_linear(a->w->format, a->phase));
     return ql_linear_cuda(dev, a);
+}
+
+static ql_status op_linear_group(ql_dev *dev, const ql_linear_args *a, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        begin_op(dev, ql_path_linear(a[i].w->format, a[i].phase));
+    }
+    return ql_linear_group_cuda(dev, a, n);
 }
 
 static ql_status op_rmsnorm(ql_dev *dev, const ql_rmsnorm_args *a) {
@@ -389,6 +398,7 @@ static constexpr ql_ops make_table() {
     t.weight_free = ql_cuda_weight_free;
     t.embed = op_embed;
     t.linear = op_linear;
+    t.linear_group = op_linear_group;
     t.rmsnorm = op_rmsnorm;
     t.gated_norm = op_gated_norm;
     t.conv = op_conv;
@@ -419,9 +429,10 @@ static ql_status check_kernels(const char *text, ql_error *err) {
             known = known || (strlen(f) == key && memcmp(f, p, key) == 0);
         }
         if (!known) {
-            return ql_fail(err, QL_ERR_USAGE,
-                           "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample",
-                           (int)key, p);
+            return ql_fail(
+                err, QL_ERR_USAGE,
+                "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample", (int)key,
+                p);
         }
         if (len != key + 5 || memcmp(p + key, "=cuda", 5) != 0) {
             return ql_fail(err, QL_ERR_USAGE, "no CUDA variant '%.*s' of kernel family '%.*s'; it has cuda",

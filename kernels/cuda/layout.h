@@ -24,16 +24,14 @@
 
 enum { TILE_ROWS = 16, TILE_BYTES = 512, TILE_SCALE_BYTES = 64 };
 
-#ifdef __CUDACC__
 #define QL_HD __host__ __device__
-#else
-#define QL_HD
-#endif
 
 /* Columns of a tile. */
-static inline QL_HD int tile_k(ql_qformat f) { return f == QL_FORMAT_NVFP4 ? 64 : 32; }
+static inline QL_HD constexpr int tile_k(int format) { return format == QL_FORMAT_NVFP4 ? 64 : 32; }
 
-static inline QL_HD int is_plain(ql_qformat f) { return f == QL_FORMAT_F32 || f == QL_FORMAT_F16 || f == QL_FORMAT_BF16; }
+static inline QL_HD int is_plain(ql_qformat f) {
+    return f == QL_FORMAT_F32 || f == QL_FORMAT_F16 || f == QL_FORMAT_BF16;
+}
 static inline QL_HD int is_fp8(ql_qformat f) {
     return f == QL_FORMAT_FP8_CHANNEL || f == QL_FORMAT_FP8_TENSOR || f == QL_FORMAT_FP8_BLOCK;
 }
@@ -54,7 +52,9 @@ static inline QL_HD uint32_t unpack_e2m1_lane(uint32_t v) { /* codes in nibbles 
            ((v >> 14 & 1) << 3 | (v >> 3 & 7)) << 16 | ((v >> 13 & 1) << 3 | (v & 7)) << 24;
 }
 
-static inline QL_HD uint32_t unpack_e2m1(uint32_t w) { return unpack_e2m1_lane(w & 0xffff) | unpack_e2m1_lane(w >> 16) << 4; }
+static inline QL_HD uint32_t unpack_e2m1(uint32_t w) {
+    return unpack_e2m1_lane(w & 0xffff) | unpack_e2m1_lane(w >> 16) << 4;
+}
 
 static inline QL_HD uint32_t pack_e4m3_lane(uint32_t a, uint32_t b) {
     return (a >> 7 & 1) << 15 | (a & 127) << 7 | (b >> 7 & 1) << 14 | (b & 127);
@@ -69,6 +69,8 @@ static inline QL_HD uint32_t unpack_e4m3_lane(uint32_t v) { /* codes in bytes 0 
     return ((v >> 15 & 1) << 7 | (v >> 7 & 127)) | ((v >> 14 & 1) << 7 | (v & 127)) << 16;
 }
 
-static inline QL_HD uint32_t unpack_e4m3(uint32_t w) { return unpack_e4m3_lane(w & 0xffff) | unpack_e4m3_lane(w >> 16) << 8; }
+static inline QL_HD uint32_t unpack_e4m3(uint32_t w) {
+    return unpack_e4m3_lane(w & 0xffff) | unpack_e4m3_lane(w >> 16) << 8;
+}
 
 #endif

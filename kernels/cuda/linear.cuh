@@ -12,68 +12,49 @@
 
 #include "kernels/cuda/dev.cuh"
 #include "kernels/cuda/layout.h"
+#include "kernels/cuda/mma.cuh"
 
 enum { MAX_SLICES = 8, TREE_LEVELS = 3 };
 
 /* How x is prepared. */
 enum x_mode { X_F16X2, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16 };
 
-/* One product, by value to the kernels. */
-struct product {
+/* One weight and where its result goes. */
+struct target {
     const uint8_t *w;
     const void *scale;
-    int fmt; /* ql_qformat */
-    int n, k, n_slice, ks, row_off, col_off;
+    float *y;
+    int64_t ldy;
     float factor;
+    bool row_scale; /* FP8_CHANNEL: scale[row] takes the place of factor */
+    int n, row_tiles, row_off, col_off;
+};
+
+/* Products of the same x with weights of one format, by value to the kernels. */
+enum { MAX_TARGETS = 4 };
+
+struct products {
+    int k, n_slice, ks;
     const uint16_t *xs;  /* [column][k]: columns of row 0, then of row 1, ... */
     const float *xscale; /* [row][n_slice]: multiplies a slice's sum; NULL: 1 */
     int n_row, x_cols;   /* x_cols: columns of a row, 1 or 2 */
-    float *y;
-    int64_t ldy;
     float *stack;        /* prompt kernel: TREE_LEVELS sets of accumulators a block */
+    int n_target;
+    struct target target[MAX_TARGETS];
 };
 
 /* kernels/linear_small.cu: up to 16 rows. */
 enum { SMALL_MAX_ROWS = 16 };
-ql_status ql_linear_small_cuda(ql_dev *dev, const struct product *p);
+ql_status ql_linear_small_cuda(ql_dev *dev, const struct products *p, ql_qformat format);
 
 /* kernels/linear_prompt.cu. `stack_bytes` limits the blocks that run at a time. */
-enum { PROMPT_STACK_BYTES = TREE_LEVELS * 128 * 128 * 4 };
-ql_status ql_linear_prompt_cuda(ql_dev *dev, const struct product *p, size_t stack_bytes);
+enum { PROMPT_STACK_BYTES = TREE_LEVELS * 128 * 256 * 4 };
+ql_status ql_linear_prompt_cuda(ql_dev *dev, const struct products *p, ql_qformat format, size_t stack_bytes);
+
+/* n products of the same x, n_row, n_slice, phase and precision: each gives the bits that it gives alone. */
+ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
 
 /* ---- device ---- */
-
-__device__ __forceinline__ void mma_f16(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(b0));
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[2]), "r"(a[3]), "r"(b1));
-#endif
-}
-
-/* Not there before compute capability 8.0: the dispatcher sends BF16 weights elsewhere. */
-__device__ __forceinline__ void mma_bf16(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-    __trap();
-#endif
-}
-
-__device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
-    uint32_t d;
-    asm("mul.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
 
 /* Pairs 0..3 of an NVFP4 word, times 2^-14. */
 __device__ __forceinline__ void e2m1_pairs(uint32_t w, uint32_t h[4]) {
@@ -93,7 +74,9 @@ __device__ __forceinline__ void group_scales(uint32_t two, uint32_t *row_g, uint
 
 /* Pairs 0 and 1 of an FP8 word, times 2^-8. */
 __device__ __forceinline__ uint32_t e4m3_pair0(uint32_t w) { return w & 0xbf80bf80u; }
-__device__ __forceinline__ uint32_t e4m3_pair1(uint32_t w) { return ((w << 1) & 0x80008000u) | ((w << 7) & 0x3f803f80u); }
+__device__ __forceinline__ uint32_t e4m3_pair1(uint32_t w) {
+    return ((w << 1) & 0x80008000u) | ((w << 7) & 0x3f803f80u);
+}
 
 /* Undoes the factor that all quantized weights carry in registers. */
 #define WEIGHT_UNIT 256.0f
@@ -101,7 +84,9 @@ __device__ __forceinline__ uint32_t e4m3_pair1(uint32_t w) { return ((w << 1) & 
 /* Weights are read once: past the first-level cache. */
 __device__ __forceinline__ uint4 load_stream(const void *p) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
     return v;
 }
 
@@ -109,11 +94,6 @@ __device__ __forceinline__ uint32_t load_stream_u16(const void *p) {
     unsigned short v;
     asm volatile("ld.global.nc.L1::no_allocate.u16 %0,[%1];" : "=h"(v) : "l"(p));
     return v;
-}
-
-/* What multiplies a slice's sum in row r, besides xscale. */
-__device__ __forceinline__ float row_factor(const struct product &p, int r) {
-    return p.fmt == QL_FORMAT_FP8_CHANNEL ? ((const float *)p.scale)[r] : p.factor;
 }
 
 /* The balanced binary tree over n slices (a power of two). */

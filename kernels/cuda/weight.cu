@@ -26,7 +26,9 @@ void ql_cuda_weight_bytes(ql_qformat format, int32_t n, int32_t k, int32_t row_o
     *weight_bytes = tiles * TILE_BYTES;
     switch (format) {
     case QL_FORMAT_FP8_CHANNEL: *scale_bytes = 4 * (uint64_t)n; break;
-    case QL_FORMAT_FP8_BLOCK: *scale_bytes = 4 * (uint64_t)block_count(row_off, n) * (uint64_t)block_count(col_off, k); break;
+    case QL_FORMAT_FP8_BLOCK:
+        *scale_bytes = 4 * (uint64_t)block_count(row_off, n) * (uint64_t)block_count(col_off, k);
+        break;
     case QL_FORMAT_NVFP4: *scale_bytes = tiles * TILE_SCALE_BYTES; break;
     default: break;
     }
@@ -46,7 +48,8 @@ __global__ void repack_codes(const uint8_t *raw, int n_row, int64_t row_bytes, i
     }
     uint32_t w[4];
     for (int h = 0; h < 2; h++) {
-        int64_t row = rt * TILE_ROWS + (lane >> 2) + 8 * h, byte0 = ct * 32 + (lane & 3) * 8; /* 32 bytes a row and tile */
+        int64_t row = rt * TILE_ROWS + (lane >> 2) + 8 * h,
+                byte0 = ct * 32 + (lane & 3) * 8; /* 32 bytes a row and tile */
         uint8_t b[8] = {0};
         for (int j = 0; j < 8; j++) {
             if (row < n_row && byte0 + j < row_bytes) {
@@ -65,7 +68,8 @@ __global__ void repack_codes(const uint8_t *raw, int n_row, int64_t row_bytes, i
     ((uint4 *)out)[i] = make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-__global__ void unpack_codes(const uint8_t *tiles, int n_row, int64_t row_bytes, int fp4, int n_col_tile, uint8_t *raw) {
+__global__ void unpack_codes(const uint8_t *tiles, int n_row, int64_t row_bytes, int fp4, int n_col_tile,
+                             uint8_t *raw) {
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     int lane = (int)(i & 31);
     int64_t tile = i >> 5;
@@ -152,8 +156,8 @@ static void copy_rows(const ql_weight_src *src, const uint8_t *data, int64_t ful
 typedef ql_status (*place_fn)(ql_dev *dev, const ql_weight_src *src, const ql_weight *w, const uint8_t *raw, int64_t r0,
                               int64_t r1);
 
-static ql_status stream_rows(ql_dev *dev, const ql_weight_src *src, const ql_weight *w, const uint8_t *data, int64_t full,
-                             int64_t col, int64_t row_bytes, place_fn place) {
+static ql_status stream_rows(ql_dev *dev, const ql_weight_src *src, const ql_weight *w, const uint8_t *data,
+                             int64_t full, int64_t col, int64_t row_bytes, place_fn place) {
     struct cuda_dev *d = cuda(dev);
     int64_t step = (int64_t)STAGE_BYTES / row_bytes / TILE_ROWS * TILE_ROWS;
     if (step == 0) {
@@ -181,16 +185,19 @@ static ql_status place_codes(ql_dev *dev, const ql_weight_src *src, const ql_wei
     int64_t row_bytes = ql_qformat_row_bytes(w->format, w->k);
     if (is_plain(w->format)) {
         uint8_t *out = (uint8_t *)w->data + r0 * row_bytes;
-        CU_TRY(dev, cudaMemcpyAsync(out, raw, (size_t)((r1 - r0) * row_bytes), cudaMemcpyDeviceToDevice, d->stream), src->module);
+        CU_TRY(dev, cudaMemcpyAsync(out, raw, (size_t)((r1 - r0) * row_bytes), cudaMemcpyDeviceToDevice, d->stream),
+               src->module);
         int width = w->format == QL_FORMAT_F32 ? 4 : 2;
         uint32_t mask = w->format == QL_FORMAT_F32 ? 0x7f800000u : w->format == QL_FORMAT_F16 ? 0x7c00u : 0x7f80u;
         int64_t n = (r1 - r0) * w->k;
-        check_plain<<<blocks_of(n) < 1024 ? blocks_of(n) : 1024, 256, 0, d->stream>>>(out, n, width, mask, r0 * w->k, d->bad);
+        check_plain<<<blocks_of(n) < 1024 ? blocks_of(n) : 1024, 256, 0, d->stream>>>(out, n, width, mask, r0 * w->k,
+                                                                                      d->bad);
         return launched(dev, "check of plain weights");
     }
     int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
-    repack_codes<<<blocks_of(n), 256, 0, d->stream>>>(raw, (int)(r1 - r0), row_bytes, w->format == QL_FORMAT_NVFP4, (int)ct,
-                                                      (uint8_t *)w->data + r0 / TILE_ROWS * ct * TILE_BYTES, r0, w->k, d->bad);
+    repack_codes<<<blocks_of(n), 256, 0, d->stream>>>(raw, (int)(r1 - r0), row_bytes, w->format == QL_FORMAT_NVFP4,
+                                                      (int)ct, (uint8_t *)w->data + r0 / TILE_ROWS * ct * TILE_BYTES,
+                                                      r0, w->k, d->bad);
     return launched(dev, "repacking");
 }
 
@@ -199,27 +206,31 @@ static ql_status place_scales(ql_dev *dev, const ql_weight_src *src, const ql_we
     (void)src;
     int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
     repack_scales<<<blocks_of(n), 256, 0, cuda(dev)->stream>>>(raw, (int)(r1 - r0), w->k / QL_NVFP4_GROUP, (int)ct,
-                                                               (uint8_t *)w->scale + r0 / TILE_ROWS * ct * TILE_SCALE_BYTES);
+                                                               (uint8_t *)w->scale +
+                                                                   r0 / TILE_ROWS * ct * TILE_SCALE_BYTES);
     return launched(dev, "repacking of scales");
 }
 
 /* ---- checks ------------------------------------------------------------------------------------------------------ */
 
 static ql_status bad_code(ql_dev *dev, const ql_weight_src *src, uint64_t index) {
-    int64_t row = source_row(src, (int64_t)(index / (uint64_t)src->k)), col = src->col0 + (int64_t)(index % (uint64_t)src->k);
+    int64_t row = source_row(src, (int64_t)(index / (uint64_t)src->k)),
+            col = src->col0 + (int64_t)(index % (uint64_t)src->k);
     int64_t width = ql_qformat_row_bytes(src->format, 1);
     uint32_t code = 0;
     memcpy(&code, src->data + row * ql_qformat_row_bytes(src->format, src->full_k) + col * width, (size_t)width);
-    return ql_fail(dev->err, QL_ERR_MODEL, "%s: weight at row %lld, column %lld is %s (0x%0*x)", src->module, (long long)row,
-                   (long long)col, is_fp8(src->format) ? "an E4M3 NaN" : "not a finite number", (int)(2 * width), code);
+    return ql_fail(dev->err, QL_ERR_MODEL, "%s: weight at row %lld, column %lld is %s (0x%0*x)", src->module,
+                   (long long)row, (long long)col, is_fp8(src->format) ? "an E4M3 NaN" : "not a finite number",
+                   (int)(2 * width), code);
 }
 
 static ql_status check_scale(ql_dev *dev, const ql_weight_src *src, float v, int64_t row, int64_t col) {
     if (isfinite(v) && v > 0) {
         return QL_OK;
     }
-    return ql_fail(dev->err, QL_ERR_MODEL, "%s: scale at row %lld, column %lld is %g; scales must be finite and above 0",
-                   src->module, (long long)row, (long long)col, (double)v);
+    return ql_fail(dev->err, QL_ERR_MODEL,
+                   "%s: scale at row %lld, column %lld is %g; scales must be finite and above 0", src->module,
+                   (long long)row, (long long)col, (double)v);
 }
 
 /* Facts that the loader has established; a violation is a mistake of ours. */
@@ -243,8 +254,9 @@ static ql_status check_src(ql_dev *dev, const ql_weight_src *src) {
         ok = src->scale && ql_dtype_is_plain(src->scale_dtype);
     }
     return ok ? QL_OK
-              : ql_fail(dev->err, QL_ERR_INTERNAL, "%s: a cut of %d x %d from column %d does not fit a %s matrix of %d x %d",
-                        src->module, src->n, src->k, src->col0, ql_qformat_name(src->format), src->full_n, src->full_k);
+              : ql_fail(dev->err, QL_ERR_INTERNAL,
+                        "%s: a cut of %d x %d from column %d does not fit a %s matrix of %d x %d", src->module, src->n,
+                        src->k, src->col0, ql_qformat_name(src->format), src->full_n, src->full_k);
 }
 
 /* ---- scales ------------------------------------------------------------------------------------------------------ */
@@ -262,7 +274,8 @@ static ql_status load_f32_scales(ql_dev *dev, const ql_weight_src *src, ql_weigh
     ql_status status = QL_OK;
     float *out = host;
     for (int32_t i = 0; i < src->n_range && status == QL_OK; i++) {
-        for (int64_t row = src->row0[i] / unit; row < ceil_div(src->row1[i], unit) && status == QL_OK; row++, out += n_col) {
+        for (int64_t row = src->row0[i] / unit; row < ceil_div(src->row1[i], unit) && status == QL_OK;
+             row++, out += n_col) {
             ql_dtype_to_f32(src->scale_dtype, src->scale + size * (row * full + col), n_col, out);
             for (int64_t j = 0; j < n_col && status == QL_OK; j++) {
                 status = check_scale(dev, src, out[j], row, col + j);
@@ -290,7 +303,8 @@ static ql_status load_group_scales(ql_dev *dev, const ql_weight_src *src, ql_wei
                                    "%s: group scale at row %lld, columns %lld to %lld is %s (0x%02x); it must be an "
                                    "E4M3 number without sign",
                                    src->module, (long long)row, (long long)(16 * (group0 + j)),
-                                   (long long)(16 * (group0 + j) + 15), ql_e4m3_is_nan(s[j]) ? "NaN" : "negative", s[j]);
+                                   (long long)(16 * (group0 + j) + 15), ql_e4m3_is_nan(s[j]) ? "NaN" : "negative",
+                                   s[j]);
                 }
                 most = s[j] > most ? s[j] : most; /* codes without sign rise with their value */
             }
@@ -306,7 +320,8 @@ static ql_status load_codes(ql_dev *dev, const ql_weight_src *src, ql_weight *w)
     struct cuda_dev *d = cuda(dev);
     CU_TRY(dev, cudaMemsetAsync(d->bad, 0xff, sizeof *d->bad, d->stream), src->module);
     QL_TRY(stream_rows(dev, src, w, src->data, ql_qformat_row_bytes(src->format, src->full_k),
-                       ql_qformat_row_bytes(src->format, src->col0), ql_qformat_row_bytes(src->format, src->k), place_codes));
+                       ql_qformat_row_bytes(src->format, src->col0), ql_qformat_row_bytes(src->format, src->k),
+                       place_codes));
     unsigned long long bad = 0;
     QL_TRY(dev->ops->d2h(dev, &bad, d->bad, sizeof bad));
     QL_TRY(ql_cuda_sync(dev));
@@ -354,7 +369,8 @@ ql_status ql_cuda_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *
 
 ql_status ql_cuda_weight_crc(ql_dev *dev, const ql_weight *w, uint32_t *crc) {
     struct cuda_dev *d = cuda(dev);
-    int64_t row_bytes = ql_qformat_row_bytes(w->format, w->k), step = (int64_t)STAGE_BYTES / row_bytes / TILE_ROWS * TILE_ROWS;
+    int64_t row_bytes = ql_qformat_row_bytes(w->format, w->k),
+            step = (int64_t)STAGE_BYTES / row_bytes / TILE_ROWS * TILE_ROWS;
     uLong sum = crc32_z(0, NULL, 0);
     ql_dev_count(&dev->progress, 1);
     for (int64_t r = 0; r < w->n; r += step) {
@@ -362,14 +378,15 @@ ql_status ql_cuda_weight_crc(ql_dev *dev, const ql_weight *w, uint32_t *crc) {
         const uint8_t *from = (const uint8_t *)w->data + r * row_bytes;
         if (!is_plain(w->format)) {
             int64_t ct = col_tiles(w->format, w->k), n = row_tiles(end - r) * ct * 32;
-            unpack_codes<<<blocks_of(n), 256, 0, d->stream>>>((const uint8_t *)w->data + r / TILE_ROWS * ct * TILE_BYTES,
-                                                              (int)(end - r), row_bytes, w->format == QL_FORMAT_NVFP4,
-                                                              (int)ct, d->raw);
+            unpack_codes<<<blocks_of(n), 256, 0, d->stream>>>(
+                (const uint8_t *)w->data + r / TILE_ROWS * ct * TILE_BYTES, (int)(end - r), row_bytes,
+                w->format == QL_FORMAT_NVFP4, (int)ct, d->raw);
             QL_TRY(launched(dev, "reading weights back"));
             from = d->raw;
         }
         QL_TRY(ql_cuda_sync(dev)); /* the return buffer is ours alone from here to the next sync */
-        CU_TRY(dev, cudaMemcpyAsync(d->back, from, (size_t)bytes, cudaMemcpyDeviceToHost, d->stream), "reading weights back");
+        CU_TRY(dev, cudaMemcpyAsync(d->back, from, (size_t)bytes, cudaMemcpyDeviceToHost, d->stream),
+               "reading weights back");
         CU_TRY(dev, cudaStreamSynchronize(d->stream), "reading weights back");
         ql_dev_count(&dev->d2h_bytes, (uint64_t)bytes);
         sum = crc32_z(sum, d->back, (size_t)bytes);

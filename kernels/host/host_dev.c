@@ -265,6 +265,16 @@ static ql_status host_linear(ql_dev *dev, const ql_linear_args *a) {
     return host(dev)->fn.linear(dev, a);
 }
 
+static ql_status host_linear_group(ql_dev *dev, const ql_linear_args *a, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        ql_status status = host_linear(dev, &a[i]);
+        if (status != QL_OK) {
+            return status;
+        }
+    }
+    return QL_OK;
+}
+
 static ql_status host_rmsnorm(ql_dev *dev, const ql_rmsnorm_args *a) {
     begin(dev, QL_PATH_NORM);
     return host(dev)->fn.rmsnorm(dev, a);
@@ -361,6 +371,7 @@ static const ql_ops table = {
     .weight_free = ql_host_weight_free,
     .embed = host_embed,
     .linear = host_linear,
+    .linear_group = host_linear_group,
     .rmsnorm = host_rmsnorm,
     .gated_norm = host_gated_norm,
     .conv = host_conv,

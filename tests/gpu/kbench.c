@@ -133,8 +133,12 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
     char name[96];
     bool any = false;
     for (int i = 0; i < n_rows; i++) {
-        snprintf(name, sizeof name, "linear.%s.%s.%s n%d k%d s%d t%d", ql_qformat_name(format), phase ? "gen" : "prompt",
-                 precision == QL_PREC_EXACT ? "exact" : precision == QL_PREC_BF16 ? "bf16" : "fp8", n, k, n_slice, rows[i]);
+        snprintf(name, sizeof name, "linear.%s.%s.%s n%d k%d s%d t%d", ql_qformat_name(format),
+                 phase ? "gen" : "prompt",
+                 precision == QL_PREC_EXACT  ? "exact"
+                 : precision == QL_PREC_BF16 ? "bf16"
+                                             : "fp8",
+                 n, k, n_slice, rows[i]);
         any = any || wanted(name);
     }
     if (!any) {
@@ -160,8 +164,17 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
     for (int64_t i = 0; format != QL_FORMAT_NVFP4 && i < n; i++) {
         f[i] = 0.01f;
     }
-    ql_weight_src src = {.module = "bench", .format = format, .n = n, .k = k, .n_range = 1, .row1 = {n}, .full_n = n,
-                         .full_k = k, .data = data, .scale = scale, .factor = 0.5f,
+    ql_weight_src src = {.module = "bench",
+                         .format = format,
+                         .n = n,
+                         .k = k,
+                         .n_range = 1,
+                         .row1 = {n},
+                         .full_n = n,
+                         .full_k = k,
+                         .data = data,
+                         .scale = scale,
+                         .factor = 0.5f,
                          .scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : QL_DTYPE_F32};
     n_copy = (int)(300000000 / (wb + sb)) + 1;
     n_copy = n_copy < 2 ? 2 : n_copy > MAX_COPY ? MAX_COPY : n_copy;
@@ -178,11 +191,21 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
     for (int i = 0; i < n_rows; i++) {
         int t = rows[i];
         float *out = (int64_t)t * n > (int64_t)MAX_ROW * 34816 ? room((size_t)t * (size_t)n * 4) : y;
-        lin = (ql_linear_args){.x = x, .y = out, .ldx = k, .ldy = n, .n_row = t, .n_slice = n_slice, .phase = phase,
+        lin = (ql_linear_args){.x = x,
+                               .y = out,
+                               .ldx = k,
+                               .ldy = n,
+                               .n_row = t,
+                               .n_slice = n_slice,
+                               .phase = phase,
                                .precision = precision};
         double s = time_calls(call_linear, phase == QL_PHASE_GEN ? 4 * n_copy < 32 ? 32 : 4 * n_copy : 6);
-        snprintf(name, sizeof name, "linear.%s.%s.%s n%d k%d s%d t%d", ql_qformat_name(format), phase ? "gen" : "prompt",
-                 precision == QL_PREC_EXACT ? "exact" : precision == QL_PREC_BF16 ? "bf16" : "fp8", n, k, n_slice, t);
+        snprintf(name, sizeof name, "linear.%s.%s.%s n%d k%d s%d t%d", ql_qformat_name(format),
+                 phase ? "gen" : "prompt",
+                 precision == QL_PREC_EXACT  ? "exact"
+                 : precision == QL_PREC_BF16 ? "bf16"
+                                             : "fp8",
+                 n, k, n_slice, t);
         report(name, s, phase == QL_PHASE_GEN ? (double)(wb + sb) + 4.0 * t * (n + k) : 0,
                phase == QL_PHASE_GEN ? 0 : 2.0 * t * n * k);
         if (out != y) {
@@ -236,20 +259,48 @@ static void call_gdn(int i) {
     gdn.state = state + (i % n_state) * state_floats;
     must(dev.ops->gdn(&dev, &gdn));
 }
-static void call_conv(int i) { (void)i; must(dev.ops->conv(&dev, &conv)); }
-static void call_prep(int i) { (void)i; must(dev.ops->attn_prep(&dev, &prep)); }
-static void call_attn(int i) { (void)i; must(dev.ops->attention(&dev, &attn)); }
-static void call_norm(int i) { (void)i; must(dev.ops->rmsnorm(&dev, &norm)); }
-static void call_gated(int i) { (void)i; must(dev.ops->gated_norm(&dev, &gated)); }
-static void call_swiglu(int i) { (void)i; must(dev.ops->swiglu(&dev, &swiglu)); }
-static void call_topk(int i) { (void)i; must(dev.ops->topk(&dev, &topk)); }
-static void call_sample(int i) { (void)i; must(dev.ops->sample(&dev, &sample)); }
-static void call_embed(int i) { (void)i; must(dev.ops->embed(&dev, &embed)); }
+static void call_conv(int i) {
+    (void)i;
+    must(dev.ops->conv(&dev, &conv));
+}
+static void call_prep(int i) {
+    (void)i;
+    must(dev.ops->attn_prep(&dev, &prep));
+}
+static void call_attn(int i) {
+    (void)i;
+    must(dev.ops->attention(&dev, &attn));
+}
+static void call_norm(int i) {
+    (void)i;
+    must(dev.ops->rmsnorm(&dev, &norm));
+}
+static void call_gated(int i) {
+    (void)i;
+    must(dev.ops->gated_norm(&dev, &gated));
+}
+static void call_swiglu(int i) {
+    (void)i;
+    must(dev.ops->swiglu(&dev, &swiglu));
+}
+static void call_topk(int i) {
+    (void)i;
+    must(dev.ops->topk(&dev, &topk));
+}
+static void call_sample(int i) {
+    (void)i;
+    must(dev.ops->sample(&dev, &sample));
+}
+static void call_embed(int i) {
+    (void)i;
+    must(dev.ops->embed(&dev, &embed));
+}
 
 static void bench_mixers(void) {
     enum { KEY = 16, VALUE = 48, CH = 10240, HEAD = 24, KV = 4 };
     char name[96];
-    float *u = floats((int64_t)MAX_ROW * CH, 1.0f), *o = room((size_t)MAX_ROW * 6144 * 4), *m = floats((int64_t)MAX_ROW * CH, 1.0f);
+    float *u = floats((int64_t)MAX_ROW * CH, 1.0f), *o = room((size_t)MAX_ROW * 6144 * 4),
+          *m = floats((int64_t)MAX_ROW * CH, 1.0f);
     float *ab = floats((int64_t)MAX_ROW * VALUE, 1.0f), *small = floats(65536, 0.5f), *tail = room(3 * CH * 4);
     state_floats = (int64_t)VALUE * 128 * 128;
     n_state = 64;
@@ -263,7 +314,8 @@ static void bench_mixers(void) {
         gated = (ql_gated_norm_args){o, m, small, u, rows[i], VALUE, 1e-6f};
         snprintf(name, sizeof name, "gdn.%s t%d", phase ? "gen" : "prompt", rows[i]);
         if (wanted(name)) {
-            report(name, time_calls(call_gdn, phase ? 256 : 8), phase ? 8.0 * (double)state_floats + 4.0 * rows[i] * (CH + 6144) : 0,
+            report(name, time_calls(call_gdn, phase ? 256 : 8),
+                   phase ? 8.0 * (double)state_floats + 4.0 * rows[i] * (CH + 6144) : 0,
                    phase ? 0 : 2.0 * rows[i] * VALUE * (3.0 * 128 * 128 + 4.0 * 32 * 128));
         }
         snprintf(name, sizeof name, "conv t%d", rows[i]);
@@ -305,7 +357,8 @@ static void bench_mixers(void) {
             prep = (ql_attn_prep_args){&batch, qg, m, u, small, small, rope, q, &cache, HEAD, 64, 1e-6f};
             snprintf(name, sizeof name, "attention.gen.%s ctx%d", ty ? "fp8" : "f16", ctx[i]);
             if (wanted(name)) {
-                report(name, time_calls(call_attn, 16), (double)ctx[i] * KV * 2 * (256.0 * (double)elem + (ty ? 8 : 0)), 0);
+                report(name, time_calls(call_attn, 16), (double)ctx[i] * KV * 2 * (256.0 * (double)elem + (ty ? 8 : 0)),
+                       0);
             }
             if (i == 0 && wanted("attn_prep t1")) {
                 report("attn_prep t1", time_calls(call_prep, 64), 0, 0);
@@ -334,13 +387,26 @@ static void bench_sampling(void) {
     static const int32_t k[] = {1, 20, 64};
     for (int i = 0; i < 3; i++) {
         for (int r = 0; r < 4; r++) {
-            host[r] = (ql_sample_row){.temperature = k[i] == 1 ? 0.0f : 0.7f, .top_p = 0.95f, .repetition = 1, .top_k = k[i],
-                                      .k = k[i], .seed = 1, .counter = 2};
+            host[r] = (ql_sample_row){.temperature = k[i] == 1 ? 0.0f : 0.7f,
+                                      .top_p = 0.95f,
+                                      .repetition = 1,
+                                      .top_k = k[i],
+                                      .k = k[i],
+                                      .seed = 1,
+                                      .counter = 2};
         }
         ql_sample_row *row = room(sizeof host);
         must(dev.ops->h2d(&dev, row, host, sizeof host));
-        topk = (ql_topk_args){.logits = logits, .ld = V, .n_row = 1, .n = V, .vocab = V, .n_valid = 248077, .row = row,
-                              .cand = room(sizeof(ql_candidate) * 4 * CAP), .stat = room(sizeof(ql_vocab_stat) * 32), .k_cap = CAP};
+        topk = (ql_topk_args){.logits = logits,
+                              .ld = V,
+                              .n_row = 1,
+                              .n = V,
+                              .vocab = V,
+                              .n_valid = 248077,
+                              .row = row,
+                              .cand = room(sizeof(ql_candidate) * 4 * CAP),
+                              .stat = room(sizeof(ql_vocab_stat) * 32),
+                              .k_cap = CAP};
         sample = (ql_sample_args){topk.cand, topk.stat, row, 1, 1, CAP, room(16), room(16)};
         snprintf(name, sizeof name, "topk k%d", k[i]);
         if (wanted(name)) {
@@ -363,8 +429,18 @@ int main(int argc, char **argv) {
     filter = argv + 1;
     must(ql_cuda_info(0, &info, &err));
     must(ql_cuda_dev_open(&dev, 0, NULL, NULL, &err));
-    ql_shape shape = {.hidden = 5120, .vocab = 248320, .vocab_local = 248320, .n_head = 24, .n_kv_head = 4, .n_key_head = 16,
-                      .n_value_head = 48, .mlp = 17408, .max_row = MAX_ROW, .max_seg = 8, .max_out = 8, .max_ctx = PAGES * 64};
+    ql_shape shape = {.hidden = 5120,
+                      .vocab = 248320,
+                      .vocab_local = 248320,
+                      .n_head = 24,
+                      .n_kv_head = 4,
+                      .n_key_head = 16,
+                      .n_value_head = 48,
+                      .mlp = 17408,
+                      .max_row = MAX_ROW,
+                      .max_seg = 8,
+                      .max_out = 8,
+                      .max_ctx = PAGES * 64};
     dev.scratch_bytes = dev.ops->scratch_bytes(&dev, &shape);
     dev.scratch = room(dev.scratch_bytes);
     printf("%s, %d SMs, compute %d.%d, scratch %.1f MB\n", dev.device, info.n_sm, info.major, info.minor,
