@@ -35,9 +35,9 @@
 
 typedef struct ql_kv_cache {
     ql_kv_type type;
-    int32_t n_page, n_kv_head;  /* local */
-    void *k, *v;                /* [n_page][n_kv_head][64][256] */
-    void *k_scale, *v_scale;    /* FP8: f16 [n_page][n_kv_head][64][4]; else NULL */
+    int32_t n_page, n_kv_head; /* local */
+    void *k, *v;               /* [n_page][n_kv_head][64][256] */
+    void *k_scale, *v_scale;   /* FP8: f16 [n_page][n_kv_head][64][4]; else NULL */
 } ql_kv_cache;
 
 /* Bytes of one page of one layer, K and V with scales. */
@@ -57,12 +57,12 @@ typedef struct ql_attn_prep_args {
 
 typedef struct ql_attention_args {
     const ql_batch *batch;
-    const float *q, *qg;        /* the gate is read from qg */
+    const float *q, *qg; /* the gate is read from qg */
     const ql_kv_cache *cache;
     float *o;
-    int32_t n_head;             /* local query heads */
-    int32_t head0, kv_head0;    /* first local heads in the whole model */
-    int32_t group;              /* query heads that share a kv head */
+    int32_t n_head;          /* local query heads */
+    int32_t head0, kv_head0; /* first local heads in the whole model */
+    int32_t group;           /* query heads that share a kv head */
 } ql_attention_args;
 
 #endif

@@ -56,9 +56,9 @@ typedef struct ql_gdn_args {
     const float *u, *a, *b, *a_log, *dt_bias;
     float *state; /* [slot][n_value_head][128][128] */
     float *o;
-    int32_t n_key_head, n_value_head;   /* local */
-    int32_t key_head0, value_head0;     /* first local head in the whole model */
-    int32_t group;                      /* value heads that share a key head */
+    int32_t n_key_head, n_value_head; /* local */
+    int32_t key_head0, value_head0;   /* first local head in the whole model */
+    int32_t group;                    /* value heads that share a key head */
 } ql_gdn_args;
 
 #endif

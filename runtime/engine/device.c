@@ -1,5 +1,7 @@
 #include "runtime/engine/device.h"
 
+#include "loader/shard.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -24,9 +26,6 @@ static ql_status choose_cuda(ql_devices *d, const ql_options *o, const ql_config
     d->kind = QL_DEVICE_CUDA;
     d->n_lane = n;
     d->ops = ql_cuda_ops();
-    if (n > config->slices) {
-        return QL_OK; /* ql_shard_init names the counts that the model allows */
-    }
     ql_cuda_device first = {0}, other;
     for (int32_t i = 0; i < n; i++) {
         d->ordinal[i] = o->devices ? o->devices[i] : i;
@@ -53,6 +52,10 @@ ql_status ql_devices_choose(ql_devices *d, const ql_options *o, const ql_config 
     if (o->devices && o->lanes == 0) {
         return ql_fail(err, QL_ERR_USAGE, "options.devices needs options.lanes, the number of its entries");
     }
+    if (o->lanes != 0) { /* what the model does not allow is no question of devices */
+        ql_shard shard;
+        QL_TRY(ql_shard_init(&shard, config, o->lanes, 0, err));
+    }
 #if QL_CUDA
     char why[96] = "";
     int32_t count = o->device == QL_DEVICE_HOST ? 0 : ql_cuda_count(why);
@@ -63,7 +66,6 @@ ql_status ql_devices_choose(ql_devices *d, const ql_options *o, const ql_config 
         return ql_fail(err, QL_ERR_DEVICE, "no usable GPU%s%s", why[0] ? ": " : "", why);
     }
 #else
-    (void)config;
     if (o->device == QL_DEVICE_CUDA) {
         return ql_fail(err, QL_ERR_DEVICE, "this build has no CUDA lanes; accepted is the host device");
     }

@@ -56,9 +56,7 @@ static ql_status choose(ql_engine *e, ql_error *err) {
     QL_TRY(ql_devices_choose(&e->devices, o, &e->ckpt->config, err));
     e->n_lane = e->devices.n_lane;
     for (int32_t i = 0; i < e->n_lane; i++) {
-        ql_shard shard; /* a lane count past the array is refused here, with the counts that the model allows */
-        QL_TRY(ql_shard_init(&shard, &e->ckpt->config, e->n_lane, i, err));
-        e->shard[i] = shard;
+        QL_TRY(ql_shard_init(&e->shard[i], &e->ckpt->config, e->n_lane, i, err));
     }
     e->comm_bytes = ql_devices_comm_bytes(&e->devices, ql_plan_reduce_bytes(e->ckpt, o));
     return QL_OK;

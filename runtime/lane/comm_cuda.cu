@@ -37,10 +37,10 @@ constexpr uint32_t ABORTED = 0xffffffffu;
 
 /* One lane's memory that its peers write. */
 struct lane_memory {
-    uint8_t *slot;   /* [2][n_lane][cap] */
-    uint32_t *flag;  /* [n_lane][n_chunk] */
-    uint32_t *epoch; /* [n_chunk], the lane's own */
-    uint8_t *proof;  /* [2][cap] source and result of the proof */
+    uint8_t *slot;             /* [2][n_lane][cap] */
+    uint32_t *flag;            /* [n_lane][n_chunk] */
+    uint32_t *epoch;           /* [n_chunk], the lane's own */
+    uint8_t *proof;            /* [2][cap] source and result of the proof */
     unsigned long long *wrong; /* elements that the proof found wrong */
 };
 
@@ -295,7 +295,9 @@ static ql_status nccl_check(const ql_comm *c, ncclResult_t r, const char *what) 
 }
 
 /* NULL once somebody let go. */
-static ncclComm_t nccl_comm_of(const ql_comm *c) { return __atomic_load_n(&c->group->nccl_comm[c->lane], __ATOMIC_ACQUIRE); }
+static ncclComm_t nccl_comm_of(const ql_comm *c) {
+    return __atomic_load_n(&c->group->nccl_comm[c->lane], __ATOMIC_ACQUIRE);
+}
 
 static ql_status nccl_gather(ql_comm *c, const void *src, void *dst, size_t bytes) {
     struct ql_comm_group *g = c->group;
@@ -311,12 +313,13 @@ static ql_status nccl_reduce(ql_comm *c, const float *src, float *dst, int64_t n
         return ql_abort_error(g->o.abort, c->dev->err);
     }
     if (c->n_lane == 2) { /* a + b has one order */
-        return nccl_check(c, g->nccl.all_reduce(src, dst, (size_t)n, ncclFloat32, ncclSum, nccl_comm_of(c), stream_of(c)),
+        return nccl_check(c,
+                          g->nccl.all_reduce(src, dst, (size_t)n, ncclFloat32, ncclSum, nccl_comm_of(c), stream_of(c)),
                           "reduction");
     }
     QL_TRY(nccl_gather(c, src, g->gathered[c->lane], (size_t)n * sizeof(float)));
-    tree_add<<<(unsigned)((n + THREADS - 1) / THREADS), THREADS, 0, stream_of(c)>>>((const float *)g->gathered[c->lane], dst, n,
-                                                                                   n, c->n_lane);
+    tree_add<<<(unsigned)((n + THREADS - 1) / THREADS), THREADS, 0, stream_of(c)>>>((const float *)g->gathered[c->lane],
+                                                                                    dst, n, n, c->n_lane);
     return cu_check(c, cudaGetLastError(), "tree addition");
 }
 
@@ -326,8 +329,8 @@ static ql_status reduce(ql_comm *c, const float *src, float *dst, int64_t n) {
         return cu_check(c, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream_of(c)), "reduction");
     }
     if (bytes > c->group->cap) {
-        return ql_fail(c->dev->err, QL_ERR_INTERNAL, "lane %d: reduction of %zu bytes, at most %zu were planned", c->lane, bytes,
-                       c->group->cap);
+        return ql_fail(c->dev->err, QL_ERR_INTERNAL, "lane %d: reduction of %zu bytes, at most %zu were planned",
+                       c->lane, bytes, c->group->cap);
     }
     if (c->group->use_peer) {
         return peer_exchange(c, src, dst, bytes, true);
@@ -358,8 +361,8 @@ static ql_status check(ql_comm *c) {
     if (error == ABORTED && ql_abort_raised(g->o.abort)) {
         return ql_abort_error(g->o.abort, c->dev->err);
     }
-    return ql_fail(c->dev->err, QL_ERR_DEVICE, "lane %d waited %d ms for lane %d in a reduction (deadline of a wait)", c->lane,
-                   g->o.wait_ms, (int)error - 1);
+    return ql_fail(c->dev->err, QL_ERR_DEVICE, "lane %d waited %d ms for lane %d in a reduction (deadline of a wait)",
+                   c->lane, g->o.wait_ms, (int)error - 1);
 }
 
 /* A lane failed or hangs. Kernels of ours see the abort word; NCCL's watch nothing, and a peer that waits for one cannot
@@ -434,13 +437,15 @@ ql_status ql_comm_cuda_bind(ql_comm_group *g, int32_t lane, ql_dev *dev, ql_comm
     if (c->n_lane > 2) {
         QL_TRY(dev->ops->alloc(dev, n * g->cap, "gathered vectors", (void **)&g->gathered[lane]));
     }
-    QL_TRY(cu_check(c, cudaHostAlloc((void **)&g->words[lane], sizeof(struct host_words), cudaHostAllocMapped), "pinned memory"));
+    QL_TRY(cu_check(c, cudaHostAlloc((void **)&g->words[lane], sizeof(struct host_words), cudaHostAllocMapped),
+                    "pinned memory"));
     memset(g->words[lane], 0, sizeof(struct host_words));
     QL_TRY(cu_check(c, cudaHostGetDevicePointer((void **)&g->device_words[lane], g->words[lane], 0), "pinned memory"));
     ql_abort_mirror(g->o.abort, lane, &g->words[lane]->abort);
     int per_sm = 0, n_sm = 0;
     QL_TRY(cu_check(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, exchange<8>, THREADS, 0), "occupancy"));
-    QL_TRY(cu_check(c, cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, ql_cuda_ordinal(dev)), "device query"));
+    QL_TRY(cu_check(c, cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, ql_cuda_ordinal(dev)),
+                    "device query"));
     g->n_block[lane] = n_sm * (per_sm < 2 ? per_sm : 2);
     return dev->ops->sync(dev);
 }
@@ -527,7 +532,8 @@ ql_status ql_comm_cuda_prove(ql_comm *c) {
         peer = peer && g->peer_ok[i];
     }
     int64_t largest = (int64_t)(g->cap / sizeof(float));
-    int64_t small = (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) < largest ? (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) : largest;
+    int64_t small =
+        (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) < largest ? (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) : largest;
     for (int path = 0; path < 2; path++) {
         bool is_peer = path == 0;
         if (is_peer && !peer) {
@@ -559,8 +565,9 @@ ql_status ql_comm_cuda_settle(ql_comm_group *g, ql_error *err) {
         nccl = nccl && g->nccl_ok[i];
     }
     if (!peer) {
-        ql_logf(g->o.log, QL_LOG_WARN, "reductions over peer memory are off: the GPUs cannot reach each other's memory, or "
-                                       "delivered wrong sums; NCCL serves them, slower");
+        ql_logf(g->o.log, QL_LOG_WARN,
+                "reductions over peer memory are off: the GPUs cannot reach each other's memory, or "
+                "delivered wrong sums; NCCL serves them, slower");
     }
     if (!nccl) {
         ql_logf(g->o.log, QL_LOG_WARN, "NCCL %d delivered wrong sums on this machine", g->nccl.version);
@@ -569,7 +576,8 @@ ql_status ql_comm_cuda_settle(ql_comm_group *g, ql_error *err) {
         return ql_fail(err, QL_ERR_DEVICE, "no way to add across these GPUs gave right sums; use one lane");
     }
     if (!nccl) {
-        return ql_fail(err, QL_ERR_DEVICE, "NCCL gave wrong sums on these GPUs; use one lane, or another NCCL through QLANE_NCCL");
+        return ql_fail(err, QL_ERR_DEVICE,
+                       "NCCL gave wrong sums on these GPUs; use one lane, or another NCCL through QLANE_NCCL");
     }
     g->use_peer = peer;
     return QL_OK;
@@ -623,5 +631,7 @@ void ql_comm_cuda_close(ql_comm_group **group) {
     *group = NULL;
 }
 
-const char *ql_comm_cuda_path(const ql_comm_group *g) { return g->o.n_lane == 1 ? "none" : g->use_peer ? "peer" : "nccl"; }
+const char *ql_comm_cuda_path(const ql_comm_group *g) {
+    return g->o.n_lane == 1 ? "none" : g->use_peer ? "peer" : "nccl";
+}
 int32_t ql_comm_cuda_nccl_version(const ql_comm_group *g) { return g->nccl.version; }

@@ -19,18 +19,18 @@ static ql_status failed(const ql_model *m, const char *op) {
 }
 
 /* Calls an op of the table, with proof of life for peers that wait. */
-#define OP(m, op, ...)                                              \
-    do {                                                            \
-        ql_dev_count(&(m)->dev->progress, 1);                       \
-        if ((m)->dev->ops->op((m)->dev, &(__VA_ARGS__)) != QL_OK) { \
-            return failed((m), #op);                                \
-        }                                                           \
+#define OP(m, op, ...)                                                                                                 \
+    do {                                                                                                               \
+        ql_dev_count(&(m)->dev->progress, 1);                                                                          \
+        if ((m)->dev->ops->op((m)->dev, &(__VA_ARGS__)) != QL_OK) {                                                    \
+            return failed((m), #op);                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 const char *ql_phase_kind_name(ql_phase_kind kind) {
     static const char *const names[QL_TIME_COUNT] = {
-        [QL_TIME_EMBED] = "embed", [QL_TIME_GDN] = "gdn",       [QL_TIME_ATTENTION] = "attention", [QL_TIME_MLP] = "mlp",
-        [QL_TIME_REDUCE] = "reduce", [QL_TIME_HEAD] = "head",   [QL_TIME_SAMPLE] = "sample",       [QL_TIME_MTP] = "mtp",
+        [QL_TIME_EMBED] = "embed",   [QL_TIME_GDN] = "gdn",   [QL_TIME_ATTENTION] = "attention", [QL_TIME_MLP] = "mlp",
+        [QL_TIME_REDUCE] = "reduce", [QL_TIME_HEAD] = "head", [QL_TIME_SAMPLE] = "sample",       [QL_TIME_MTP] = "mtp",
     };
     return names[kind];
 }
@@ -52,18 +52,47 @@ static int32_t local_slices(const ql_model *m) { return m->shard.slice1 - m->sha
 
 /* ---- pieces ------------------------------------------------------------------------------------------------- */
 
-static ql_status column_parallel(ql_model *m, const ql_batch *b, const ql_weight *w, const float *x, float *y) {
-    OP(m, linear, (ql_linear_args){.w = w, .x = x, .y = y, .ldx = w->k, .ldy = w->n, .n_row = b->n_row, .n_slice = 1,
-                                   .phase = b->phase, .precision = precision_of(m, b->phase)});
+static ql_linear_args column_product(const ql_model *m, const ql_batch *b, const ql_weight *w, const float *x,
+                                     float *y) {
+    return (ql_linear_args){.w = w,
+                            .x = x,
+                            .y = y,
+                            .ldx = w->k,
+                            .ldy = w->n,
+                            .n_row = b->n_row,
+                            .n_slice = 1,
+                            .phase = b->phase,
+                            .precision = precision_of(m, b->phase)};
+}
+
+/* y[i] = the lane's rows of w[i], up to 4 weights that meet the same x. */
+static ql_status column_parallel(ql_model *m, const ql_batch *b, const float *x, int32_t n, const ql_weight *const *w,
+                                 float *const *y) {
+    ql_linear_args a[4];
+    for (int32_t i = 0; i < n; i++) {
+        a[i] = column_product(m, b, w[i], x, y[i]);
+    }
+    ql_dev_count(&m->dev->progress, 1);
+    if (m->dev->ops->linear_group(m->dev, a, n) != QL_OK) {
+        return failed(m, "linear");
+    }
     return QL_OK;
 }
 
 /* y = the sum over all lanes of the lane's columns: own slices as a subtree, then the lanes' part of the tree. */
-static ql_status row_parallel(ql_model *m, const ql_batch *b, const ql_weight *w, const float *x, float *y, int64_t *mark,
-                              ql_phase_kind kind) {
+static ql_status row_parallel(ql_model *m, const ql_batch *b, const ql_weight *w, const float *x, float *y,
+                              int64_t *mark, ql_phase_kind kind) {
     float *own = m->comm->n_lane == 1 ? y : m->ws.part;
-    OP(m, linear, (ql_linear_args){.w = w, .x = x, .y = own, .ldx = w->k, .ldy = w->n, .n_row = b->n_row,
-                                   .n_slice = local_slices(m), .phase = b->phase, .precision = precision_of(m, b->phase)});
+    OP(m, linear,
+       (ql_linear_args){.w = w,
+                        .x = x,
+                        .y = own,
+                        .ldx = w->k,
+                        .ldy = w->n,
+                        .n_row = b->n_row,
+                        .n_slice = local_slices(m),
+                        .phase = b->phase,
+                        .precision = precision_of(m, b->phase)});
     lap(m, kind, mark);
     if (own != y) {
         ql_dev_count(&m->dev->progress, 1);
@@ -75,16 +104,30 @@ static ql_status row_parallel(ql_model *m, const ql_batch *b, const ql_weight *w
 
 /* x += delta (where not NULL), y = norm(x). */
 static ql_status norm(ql_model *m, int32_t n_row, float *x, const float *delta, const float *w, float *y, int64_t ldy) {
-    OP(m, rmsnorm, (ql_rmsnorm_args){.x = x, .delta = delta, .w = w, .y = y, .ldy = ldy, .n_row = n_row,
-                                     .n = m->config->hidden, .eps = m->config->rms_eps});
+    OP(m, rmsnorm,
+       (ql_rmsnorm_args){.x = x,
+                         .delta = delta,
+                         .w = w,
+                         .y = y,
+                         .ldy = ldy,
+                         .n_row = n_row,
+                         .n = m->config->hidden,
+                         .eps = m->config->rms_eps});
     return QL_OK;
 }
 
 /* y = embedding rows of the ids, complete on every lane. */
 static ql_status embed(ql_model *m, const int32_t *id, int32_t n_row, float *y) {
     float *own = m->comm->n_lane == 1 ? y : m->ws.part;
-    OP(m, embed, (ql_embed_args){.id = id, .table = m->embed, .dtype = m->ckpt->embed->dtype, .row0 = m->shard.vocab0,
-                                 .row1 = m->shard.vocab1, .y = own, .n_row = n_row, .hidden = m->config->hidden});
+    OP(m, embed,
+       (ql_embed_args){.id = id,
+                       .table = m->embed,
+                       .dtype = m->ckpt->embed->dtype,
+                       .row0 = m->shard.vocab0,
+                       .row1 = m->shard.vocab1,
+                       .y = own,
+                       .n_row = n_row,
+                       .hidden = m->config->hidden});
     if (own != y) {
         QL_TRY(m->comm->reduce(m->comm, own, y, (int64_t)n_row * m->config->hidden));
     }
@@ -96,46 +139,81 @@ static ql_status embed(ql_model *m, const int32_t *id, int32_t n_row, float *y) 
 static ql_status gdn_mixer(ql_model *m, const ql_batch *b, const ql_layer_weights *w, int64_t *mark) {
     ql_workspace *ws = &m->ws;
     const ql_shape *s = &m->shape;
-    QL_TRY(column_parallel(m, b, &w->in_qkv, ws->xn, ws->m));
-    QL_TRY(column_parallel(m, b, &w->in_z, ws->xn, ws->z));
-    QL_TRY(column_parallel(m, b, &w->in_b, ws->xn, ws->b));
-    QL_TRY(column_parallel(m, b, &w->in_a, ws->xn, ws->a));
-    OP(m, conv, (ql_conv_args){.batch = b, .m = ws->m, .w = w->conv, .tail = w->tail, .y = ws->u,
-                               .channels = ql_model_channels(&m->shard)});
-    OP(m, gdn, (ql_gdn_args){.batch = b, .u = ws->u, .a = ws->a, .b = ws->b, .a_log = w->a_log, .dt_bias = w->dt_bias,
-                             .state = w->state, .o = ws->o, .n_key_head = s->n_key_head, .n_value_head = s->n_value_head,
-                             .key_head0 = m->shard.k0, .value_head0 = m->shard.v0,
-                             .group = m->config->n_value_head / m->config->n_key_head});
-    OP(m, gated_norm, (ql_gated_norm_args){.o = ws->o, .z = ws->z, .w = w->gdn_norm, .y = ws->o, .n_row = b->n_row,
-                                           .n_head = s->n_value_head, .eps = m->config->rms_eps});
+    QL_TRY(column_parallel(m, b, ws->xn, 4, (const ql_weight *const[]){&w->in_qkv, &w->in_z, &w->in_b, &w->in_a},
+                           (float *const[]){ws->m, ws->z, ws->b, ws->a}));
+    OP(m, conv,
+       (ql_conv_args){.batch = b,
+                      .m = ws->m,
+                      .w = w->conv,
+                      .tail = w->tail,
+                      .y = ws->u,
+                      .channels = ql_model_channels(&m->shard)});
+    OP(m, gdn,
+       (ql_gdn_args){.batch = b,
+                     .u = ws->u,
+                     .a = ws->a,
+                     .b = ws->b,
+                     .a_log = w->a_log,
+                     .dt_bias = w->dt_bias,
+                     .state = w->state,
+                     .o = ws->o,
+                     .n_key_head = s->n_key_head,
+                     .n_value_head = s->n_value_head,
+                     .key_head0 = m->shard.k0,
+                     .value_head0 = m->shard.v0,
+                     .group = m->config->n_value_head / m->config->n_key_head});
+    OP(m, gated_norm,
+       (ql_gated_norm_args){.o = ws->o,
+                            .z = ws->z,
+                            .w = w->gdn_norm,
+                            .y = ws->o,
+                            .n_row = b->n_row,
+                            .n_head = s->n_value_head,
+                            .eps = m->config->rms_eps});
     return row_parallel(m, b, &w->out, ws->o, ws->delta, mark, QL_TIME_GDN);
 }
 
 static ql_status attention_mixer(ql_model *m, const ql_batch *b, const ql_layer_weights *w, int64_t *mark) {
     ql_workspace *ws = &m->ws;
-    QL_TRY(column_parallel(m, b, &w->q, ws->xn, ws->qg));
-    QL_TRY(column_parallel(m, b, &w->k, ws->xn, ws->k));
-    QL_TRY(column_parallel(m, b, &w->v, ws->xn, ws->v));
-    OP(m, attn_prep, (ql_attn_prep_args){.batch = b, .qg = ws->qg, .k = ws->k, .v = ws->v, .q_norm = w->q_norm,
-                                         .k_norm = w->k_norm, .rope = m->rope, .q = ws->q, .cache = &w->cache,
-                                         .n_head = m->shape.n_head, .rotary = m->config->rotary_dim,
-                                         .eps = m->config->rms_eps});
-    OP(m, attention, (ql_attention_args){.batch = b, .q = ws->q, .qg = ws->qg, .cache = &w->cache, .o = ws->q,
-                                         .n_head = m->shape.n_head, .head0 = m->shard.q0, .kv_head0 = m->shard.kv0,
-                                         .group = m->config->n_head / m->config->n_kv_head});
+    QL_TRY(column_parallel(m, b, ws->xn, 3, (const ql_weight *const[]){&w->q, &w->k, &w->v},
+                           (float *const[]){ws->qg, ws->k, ws->v}));
+    OP(m, attn_prep,
+       (ql_attn_prep_args){.batch = b,
+                           .qg = ws->qg,
+                           .k = ws->k,
+                           .v = ws->v,
+                           .q_norm = w->q_norm,
+                           .k_norm = w->k_norm,
+                           .rope = m->rope,
+                           .q = ws->q,
+                           .cache = &w->cache,
+                           .n_head = m->shape.n_head,
+                           .rotary = m->config->rotary_dim,
+                           .eps = m->config->rms_eps});
+    OP(m, attention,
+       (ql_attention_args){.batch = b,
+                           .q = ws->q,
+                           .qg = ws->qg,
+                           .cache = &w->cache,
+                           .o = ws->q,
+                           .n_head = m->shape.n_head,
+                           .head0 = m->shard.q0,
+                           .kv_head0 = m->shard.kv0,
+                           .group = m->config->n_head / m->config->n_kv_head});
     return row_parallel(m, b, &w->o, ws->q, ws->delta, mark, QL_TIME_ATTENTION);
 }
 
 static ql_status mlp(ql_model *m, const ql_batch *b, const ql_layer_weights *w, int64_t *mark) {
     ql_workspace *ws = &m->ws;
-    QL_TRY(column_parallel(m, b, &w->gate, ws->xn, ws->gate));
-    QL_TRY(column_parallel(m, b, &w->up, ws->xn, ws->up));
+    QL_TRY(column_parallel(m, b, ws->xn, 2, (const ql_weight *const[]){&w->gate, &w->up},
+                           (float *const[]){ws->gate, ws->up}));
     OP(m, swiglu, (ql_swiglu_args){.g = ws->gate, .u = ws->up, .y = ws->gate, .n_row = b->n_row, .n = m->shape.mlp});
     return row_parallel(m, b, &w->down, ws->gate, ws->delta, mark, QL_TIME_MLP);
 }
 
 /* One layer on x. On return the MLP's product waits in ws.delta. `pending`: the last layer's product waits there now. */
-static ql_status layer(ql_model *m, const ql_batch *b, const ql_layer_weights *w, float *x, bool pending, int64_t *mark) {
+static ql_status layer(ql_model *m, const ql_batch *b, const ql_layer_weights *w, float *x, bool pending,
+                       int64_t *mark) {
     ql_workspace *ws = &m->ws;
     QL_TRY(norm(m, b->n_row, x, pending ? ws->delta : NULL, w->input_norm, ws->xn, m->config->hidden));
     QL_TRY(w->full_attention ? attention_mixer(m, b, w, mark) : gdn_mixer(m, b, w, mark));
@@ -149,16 +227,23 @@ static ql_status layer(ql_model *m, const ql_batch *b, const ql_layer_weights *w
 static ql_status copy_columns(ql_model *m, const float *logits, int32_t n, float *host) {
     int32_t local = m->shape.vocab_local;
     for (int32_t i = 0; i < n; i++) {
-        QL_TRY(m->dev->ops->d2h(m->dev, host + (int64_t)i * m->config->vocab + m->shard.vocab0, logits + (int64_t)i * local,
-                                (size_t)local * sizeof(float)));
+        QL_TRY(m->dev->ops->d2h(m->dev, host + (int64_t)i * m->config->vocab + m->shard.vocab0,
+                                logits + (int64_t)i * local, (size_t)local * sizeof(float)));
     }
     return QL_OK;
 }
 
 static ql_status head(ql_model *m, const ql_batch *b, const float *x, int32_t n) {
-    OP(m, linear, (ql_linear_args){.w = &m->lm_head, .x = x, .y = m->ws.logits, .ldx = m->config->hidden,
-                                   .ldy = m->shape.vocab_local, .n_row = n, .n_slice = 1, .phase = b->phase,
-                                   .precision = precision_of(m, b->phase)});
+    OP(m, linear,
+       (ql_linear_args){.w = &m->lm_head,
+                        .x = x,
+                        .y = m->ws.logits,
+                        .ldx = m->config->hidden,
+                        .ldy = m->shape.vocab_local,
+                        .n_row = n,
+                        .n_slice = 1,
+                        .phase = b->phase,
+                        .precision = precision_of(m, b->phase)});
     return QL_OK;
 }
 
@@ -178,24 +263,41 @@ static ql_status choose(ql_model *m, const ql_step *step, const ql_sample_row *r
     ql_workspace *ws = &m->ws;
     int32_t n = step->n_out, ranges = QL_STAT_RANGES / m->comm->n_lane;
     bool alone = m->comm->n_lane == 1;
-    OP(m, topk, (ql_topk_args){.logits = ws->logits, .ld = m->shape.vocab_local, .n_row = n, .n = m->shape.vocab_local,
-                               .vocab0 = m->shard.vocab0, .vocab = m->config->vocab, .n_valid = m->config->vocab,
-                               .allowed = m->allowed, .row = row, .penalty = penalty, .cand = ws->cand, .stat = ws->stat,
-                               .k_cap = step->k_cap});
+    OP(m, topk,
+       (ql_topk_args){.logits = ws->logits,
+                      .ld = m->shape.vocab_local,
+                      .n_row = n,
+                      .n = m->shape.vocab_local,
+                      .vocab0 = m->shard.vocab0,
+                      .vocab = m->config->vocab,
+                      .n_valid = m->config->vocab,
+                      .allowed = m->allowed,
+                      .row = row,
+                      .penalty = penalty,
+                      .cand = ws->cand,
+                      .stat = ws->stat,
+                      .k_cap = step->k_cap});
     if (!alone) {
         QL_TRY(m->comm->gather(m->comm, ws->cand, ws->cand_all, (size_t)n * (size_t)step->k_cap * sizeof *ws->cand));
         QL_TRY(m->comm->gather(m->comm, ws->stat, ws->stat_all, (size_t)n * (size_t)ranges * sizeof *ws->stat));
     }
-    OP(m, sample, (ql_sample_args){.cand = alone ? ws->cand : ws->cand_all, .stat = alone ? ws->stat : ws->stat_all,
-                                   .row = row, .n_lane = m->comm->n_lane, .n_row = n, .k_cap = step->k_cap, .id = ws->id,
-                                   .logprob = ws->logprob});
+    OP(m, sample,
+       (ql_sample_args){.cand = alone ? ws->cand : ws->cand_all,
+                        .stat = alone ? ws->stat : ws->stat_all,
+                        .row = row,
+                        .n_lane = m->comm->n_lane,
+                        .n_row = n,
+                        .k_cap = step->k_cap,
+                        .id = ws->id,
+                        .logprob = ws->logprob});
     return QL_OK;
 }
 
 /* ---- multi-token prediction ---------------------------------------------------------------------------------- */
 
 /* For the first n_mtp_row rows: logits of the token after next from the final hidden rows in ws.xn and the next ids. */
-static ql_status mtp(ql_model *m, const ql_step *step, const ql_batch *b, const int32_t *next_id, const int32_t *seg_row) {
+static ql_status mtp(ql_model *m, const ql_step *step, const ql_batch *b, const int32_t *next_id,
+                     const int32_t *seg_row) {
     ql_workspace *ws = &m->ws;
     int32_t hidden = m->config->hidden, n = step->n_mtp_row;
     int64_t mark = ql_now_ns(), unused = mark;
@@ -205,7 +307,8 @@ static ql_status mtp(ql_model *m, const ql_step *step, const ql_batch *b, const 
     QL_TRY(embed(m, next_id, n, ws->mtp_x));
     QL_TRY(norm(m, n, ws->mtp_x, NULL, m->mtp.norm_embedding, ws->mtp_cat, 2 * (int64_t)hidden));
     QL_TRY(norm(m, n, ws->xn, NULL, m->mtp.norm_hidden, ws->mtp_cat + hidden, 2 * (int64_t)hidden));
-    QL_TRY(column_parallel(m, &mb, &m->mtp.fc, ws->mtp_cat, ws->mtp_x));
+    QL_TRY(
+        column_parallel(m, &mb, ws->mtp_cat, 1, (const ql_weight *const[]){&m->mtp.fc}, (float *const[]){ws->mtp_x}));
     QL_TRY(layer(m, &mb, &m->mtp.layer, ws->mtp_x, false, &unused));
     QL_TRY(norm(m, n, ws->mtp_x, ws->delta, m->mtp.norm, ws->xn, hidden));
     QL_TRY(probe_head(m, &mb, ws->xn, n, step->probe_mtp));
@@ -256,8 +359,12 @@ static ql_status compute(ql_model *m, const ql_step *step, const ql_batch *b, in
         QL_TRY(probe_head(m, b, ws->xn, b->n_row, step->probe_logits));
     }
     if (step->n_out > 0) {
-        OP(m, gather_rows, (ql_gather_rows_args){.x = ws->xn, .row = (const int32_t *)(in + at->out_row), .y = ws->out_x,
-                                                 .n = step->n_out, .width = m->config->hidden});
+        OP(m, gather_rows,
+           (ql_gather_rows_args){.x = ws->xn,
+                                 .row = (const int32_t *)(in + at->out_row),
+                                 .y = ws->out_x,
+                                 .n = step->n_out,
+                                 .width = m->config->hidden});
         QL_TRY(head(m, b, ws->out_x, step->n_out));
         lap(m, QL_TIME_HEAD, mark);
         QL_TRY(choose(m, step, (const ql_sample_row *)(in + at->sample), (const ql_penalty *)(in + at->penalty)));
