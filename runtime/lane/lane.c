@@ -2,12 +2,14 @@
 
 #include "runtime/base/mem.h"
 
+#include <fenv.h>
 #include <stdio.h>
 #include <string.h>
 
 static void *lane_main(void *arg) {
     ql_lane *lane = arg;
     ql_lane_group *g = lane->group;
+    fesetenv(FE_DFL_ENV); /* a thread inherits its creator's floating-point mode, and flushed subnormals change bits */
     ql_lock(&g->mutex);
     for (;;) {
         while (!lane->fn && !g->closing) {
