@@ -307,7 +307,7 @@ void ql_gate_refusals(void **state) {
     }
     o = ql_gate_options(j);
     o.lanes = 3;
-    ql_test_open_fails(&o, QL_ERR_USAGE, "1, 2, 4", NULL);
+    ql_test_open_fails(&o, QL_ERR_USAGE, "1, 2 or 4", NULL);
     o = ql_gate_options(j);
     const int32_t none[1] = {99}, twice[2] = {0, 0};
     o.devices = none;
