@@ -109,6 +109,23 @@ struct ql_dev {
     void *impl;
 };
 
+/* For a device kind's open, before anything else. The counters are stored one by one: others may be looking already. */
+static inline void ql_dev_init(ql_dev *dev, const ql_ops *ops, const ql_allocator *mem, ql_error *err, void *impl) {
+    dev->ops = ops;
+    dev->err = err;
+    dev->mem = mem;
+    dev->scratch = NULL;
+    dev->scratch_bytes = 0;
+    dev->device[0] = 0;
+    dev->impl = impl;
+    for (int32_t i = 0; i < QL_PATH_COUNT; i++) {
+        __atomic_store_n(&dev->n_path[i], 0, __ATOMIC_RELAXED);
+    }
+    __atomic_store_n(&dev->h2d_bytes, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&dev->d2h_bytes, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&dev->progress, 0, __ATOMIC_RELAXED);
+}
+
 static inline void ql_dev_count(uint64_t *counter, uint64_t n) { __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
 
 /* "linear.nvfp4.gen/avx512" and the like; `out` holds 48 bytes. */

@@ -473,11 +473,7 @@ ql_status ql_cuda_dev_open(ql_dev *dev, int32_t ordinal, const char *kernels, co
     QL_TRY(ql_cuda_info(ordinal, &info, err));
     void *impl;
     QL_TRY(ql_alloc(mem, 1, sizeof(struct cuda_dev), "a CUDA lane", &impl, err));
-    *dev = ql_dev{};
-    dev->ops = &table;
-    dev->err = err;
-    dev->mem = mem;
-    dev->impl = impl;
+    ql_dev_init(dev, &table, mem, err, impl);
     struct cuda_dev *d = cuda(dev);
     d->ordinal = ordinal;
     d->n_sm = info.n_sm;

@@ -405,7 +405,7 @@ ql_status ql_host_dev_open(ql_dev *dev, const char *kernels, const ql_allocator 
             }
         }
     }
-    *dev = (ql_dev){.ops = &table, .err = err, .mem = mem, .impl = h};
+    ql_dev_init(dev, &table, mem, err, h);
     snprintf(dev->device, sizeof dev->device, "host");
     return QL_OK;
 }
