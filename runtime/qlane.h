@@ -283,7 +283,7 @@ typedef struct ql_path_count {
 
 typedef struct ql_phase_time {
     char name[32];
-    double ms; /* summed over steps, lane 0 */
+    double ms; /* summed over steps, lane 0; host lanes only */
 } ql_phase_time;
 
 typedef struct ql_stats {

@@ -415,7 +415,8 @@ ql_status ql_engine_stats(ql_engine *e, ql_stats *s) {
             out->calls = calls;
         }
     }
-    for (int32_t t = 0; t < QL_TIME_COUNT; t++) {
+    /* The lane's thread measures them, and on a GPU it only launches: no figure is better than a wrong one. */
+    for (int32_t t = 0; t < QL_TIME_COUNT && e->devices.kind == QL_DEVICE_HOST; t++) {
         ql_phase_time *out = &s->phase[s->n_phases++];
         snprintf(out->name, sizeof out->name, "%s", ql_phase_kind_name(t));
         out->ms = (double)relaxed(&ql_model_times(e->model[0])[t]) * 1e-6;
