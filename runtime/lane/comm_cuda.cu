@@ -299,10 +299,16 @@ static ncclComm_t nccl_comm_of(const ql_comm *c) {
     return __atomic_load_n(&c->group->nccl_comm[c->lane], __ATOMIC_ACQUIRE);
 }
 
+/* Why there is no communicator: the engine's first error, and never success. */
+static ql_status gone(const ql_comm *c) {
+    QL_TRY(ql_abort_error(c->group->o.abort, c->dev->err));
+    return ql_fail(c->dev->err, QL_ERR_INTERNAL, "lane %d: its NCCL communicator is gone", c->lane);
+}
+
 static ql_status nccl_gather(ql_comm *c, const void *src, void *dst, size_t bytes) {
     struct ql_comm_group *g = c->group;
     if (!nccl_comm_of(c)) {
-        return ql_abort_error(g->o.abort, c->dev->err);
+        return gone(c);
     }
     return nccl_check(c, g->nccl.all_gather(src, dst, bytes, ncclUint8, nccl_comm_of(c), stream_of(c)), "gather");
 }
@@ -310,7 +316,7 @@ static ql_status nccl_gather(ql_comm *c, const void *src, void *dst, size_t byte
 static ql_status nccl_reduce(ql_comm *c, const float *src, float *dst, int64_t n) {
     struct ql_comm_group *g = c->group;
     if (!nccl_comm_of(c)) {
-        return ql_abort_error(g->o.abort, c->dev->err);
+        return gone(c);
     }
     if (c->n_lane == 2) { /* a + b has one order */
         return nccl_check(c,

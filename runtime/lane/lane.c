@@ -118,6 +118,7 @@ ql_status ql_lanes_run(ql_lane_group *g, ql_lane_fn fn, void *arg, ql_error *err
      * little later to let the message that names the collective win. */
     int64_t wait_ns = (int64_t)g->wait_ms * 1000000 + 100000000, look_ns = wait_ns / 8;
     int64_t progress_ns = ql_now_ns();
+    ql_comm *hung_comm = NULL;
     int32_t busy;
     uint64_t seen = busy_progress(g, &busy);
     while (g->n_busy > 0 && !ql_abort_raised(&g->abort)) {
@@ -130,12 +131,13 @@ ql_status ql_lanes_run(ql_lane_group *g, ql_lane_fn fn, void *arg, ql_error *err
             ql_error hung = {QL_OK, ""};
             ql_fail(&hung, QL_ERR_DEVICE, "lane %d made no progress for %d ms (deadline of a wait)", busy, g->wait_ms);
             ql_abort_raise(&g->abort, &hung);
-            if (g->lane[busy].comm.let_go) {
-                g->lane[busy].comm.let_go(&g->lane[busy].comm);
-            }
+            hung_comm = &g->lane[busy].comm;
         }
     }
     ql_unlock(&g->mutex);
+    if (hung_comm && hung_comm->let_go) { /* may take its time: not under the mutex that finishing lanes need */
+        hung_comm->let_go(hung_comm);
+    }
     return ql_abort_error(&g->abort, err);
 }
 
