@@ -54,10 +54,11 @@ struct ql_comm_group {
     struct host_words *words[MAX_LANES];
     uint32_t *device_words[MAX_LANES];
     uint8_t *gathered[MAX_LANES]; /* NCCL with more than two lanes: [n_lane][cap] */
-    bool bound[MAX_LANES], peer_ok[MAX_LANES], nccl_ok[MAX_LANES];
+    bool peer_ok[MAX_LANES], nccl_ok[MAX_LANES];
     unsigned long long n_wrong[MAX_LANES];
     bool use_peer;
     int n_block[MAX_LANES];
+    uint64_t n_peer, n_nccl; /* collectives served; relaxed atomics */
 };
 
 /* ---- the peer kernel --------------------------------------------------------------------------------------------- */
@@ -339,8 +340,10 @@ static ql_status reduce(ql_comm *c, const float *src, float *dst, int64_t n) {
                        c->lane, bytes, c->group->cap);
     }
     if (c->group->use_peer) {
+        ql_dev_count(&c->group->n_peer, 1);
         return peer_exchange(c, src, dst, bytes, true);
     }
+    ql_dev_count(&c->group->n_nccl, 1);
     return nccl_reduce(c, src, dst, n);
 }
 
@@ -349,8 +352,10 @@ static ql_status gather(ql_comm *c, const void *src, void *dst, size_t bytes) {
         return cu_check(c, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream_of(c)), "gather");
     }
     if (c->group->use_peer && bytes % 4 == 0 && bytes <= c->group->cap) {
+        ql_dev_count(&c->group->n_peer, 1);
         return peer_exchange(c, src, dst, bytes, false);
     }
+    ql_dev_count(&c->group->n_nccl, 1);
     return nccl_gather(c, src, dst, bytes);
 }
 
@@ -429,7 +434,10 @@ ql_status ql_comm_cuda_bind(ql_comm_group *g, int32_t lane, ql_dev *dev, ql_comm
     c->gather = gather;
     c->check = check;
     c->let_go = let_go;
-    g->bound[lane] = true;
+    if (ql_cuda_ordinal(dev) != g->ordinal[lane]) {
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "lane %d has GPU %d open, its collectives are for GPU %d", lane,
+                       ql_cuda_ordinal(dev), g->ordinal[lane]);
+    }
     if (c->n_lane == 1) {
         return QL_OK;
     }
@@ -459,7 +467,7 @@ ql_status ql_comm_cuda_bind(ql_comm_group *g, int32_t lane, ql_dev *dev, ql_comm
 ql_status ql_comm_cuda_connect(ql_comm *c) {
     struct ql_comm_group *g = c->group;
     int own = g->ordinal[c->lane];
-    bool ok = c->n_lane > 1;
+    bool ok = c->n_lane > 1 && !g->o.no_peer;
     for (int i = 0; i < c->n_lane && ok; i++) {
         int can = 1;
         if (i == c->lane || g->ordinal[i] == own) {
@@ -570,7 +578,7 @@ ql_status ql_comm_cuda_settle(ql_comm_group *g, ql_error *err) {
         peer = peer && g->peer_ok[i];
         nccl = nccl && g->nccl_ok[i];
     }
-    if (!peer) {
+    if (!peer && !g->o.no_peer) {
         ql_logf(g->o.log, QL_LOG_WARN,
                 "reductions over peer memory are off: the GPUs cannot reach each other's memory, or "
                 "delivered wrong sums; NCCL serves them, slower");
@@ -641,3 +649,8 @@ const char *ql_comm_cuda_path(const ql_comm_group *g) {
     return g->o.n_lane == 1 ? "none" : g->use_peer ? "peer" : "nccl";
 }
 int32_t ql_comm_cuda_nccl_version(const ql_comm_group *g) { return g->nccl.version; }
+
+void ql_comm_cuda_calls(const ql_comm_group *g, uint64_t *peer, uint64_t *nccl) {
+    *peer = __atomic_load_n(&g->n_peer, __ATOMIC_RELAXED);
+    *nccl = __atomic_load_n(&g->n_nccl, __ATOMIC_RELAXED);
+}

@@ -21,6 +21,7 @@ typedef struct ql_comm_cuda_options {
     const int32_t *ordinal; /* [n_lane] CUDA devices */
     size_t max_bytes;       /* largest vector of a reduction */
     int32_t wait_ms, init_ms;
+    bool no_peer; /* leave the peer path out: what GPUs get that cannot reach each other's memory */
     ql_abort *abort;
     ql_log *log;
     const ql_allocator *mem;
@@ -32,7 +33,8 @@ uint64_t ql_comm_cuda_bytes(int32_t n_lane, size_t max_bytes);
 /* Opens NCCL and its communicators where n_lane > 1, within init_ms. Any thread; its current device stays as it was. */
 ql_status ql_comm_cuda_open(ql_comm_group **group, const ql_comm_cuda_options *options, ql_error *err);
 
-/* The lane's part, on its thread, in this order with all lanes done between: own memory; peers' memory; the proof. */
+/* The lane's part, on its thread, in this order with all lanes done between: own memory; peers' memory; the proof. Bind
+ * refuses a device other than the one that the group was opened for. */
 ql_status ql_comm_cuda_bind(ql_comm_group *group, int32_t lane, ql_dev *dev, ql_comm *comm);
 ql_status ql_comm_cuda_connect(ql_comm *comm);
 ql_status ql_comm_cuda_prove(ql_comm *comm);
@@ -47,6 +49,9 @@ void ql_comm_cuda_close(ql_comm_group **group);
 /* "peer" or "nccl" or "none" (one lane), and NCCL's version as 22803, 0 where it is not open. */
 const char *ql_comm_cuda_path(const ql_comm_group *group);
 int32_t ql_comm_cuda_nccl_version(const ql_comm_group *group);
+
+/* Collectives that each path has served so far, over all lanes, the proof's left out. Any thread. */
+void ql_comm_cuda_calls(const ql_comm_group *group, uint64_t *peer, uint64_t *nccl);
 
 #ifdef __cplusplus
 }
