@@ -107,7 +107,7 @@ DEFS += -DQL_CUDA=$(if $(HAVE_CUDA),1,0)
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
 LIB_SRC := $(sort $(filter-out $(CUDA_C),$(wildcard runtime/base/*.c runtime/text/*.c runtime/lane/*.c \
-             runtime/model/*.c runtime/engine/*.c loader/*.c kernels/*.c kernels/host/*.c)) $(if $(HAVE_CUDA),$(CUDA_C)))
+             runtime/model/*.c runtime/engine/*.c runtime/check/*.c loader/*.c kernels/*.c kernels/host/*.c)) $(if $(HAVE_CUDA),$(CUDA_C)))
 LIB_OBJ := $(LIB_SRC:%.c=$(B)/obj/%.o) $(if $(HAVE_CUDA),$(CU_SRC:%.cu=$(B)/obj/%.cu.o))
 CLI_OBJ := $(patsubst %.c,$(B)/obj/%.o,$(sort $(wildcard runtime/cli/*.c)))
 

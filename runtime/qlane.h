@@ -407,6 +407,42 @@ typedef struct ql_plan {
 QL_API ql_status ql_checkpoint_plan(const ql_checkpoint *checkpoint, const ql_options *options, ql_plan *plan,
                                     ql_error *err);
 
+/* ---- self-checks: does this build compute rightly on this machine -------------------------------------------- */
+
+typedef enum ql_check_outcome {
+    QL_CHECK_PASSED = 0,
+    QL_CHECK_FAILED = 1,
+    QL_CHECK_SKIPPED = 2, /* needs more GPUs than there are; the note says so */
+    QL_CHECK_LISTED = 3,  /* only its name was asked for */
+} ql_check_outcome;
+
+typedef struct ql_check_case {
+    const char *name; /* "mlp_shard_nvfp4.small.exact.lanes2": check, inputs, lane count */
+    ql_check_outcome outcome;
+    uint64_t compared; /* elements, each with its expected value */
+    double worst;      /* largest error: relative L2 over the rows of one channel, or what the note says; 0: bits */
+    double limit;      /* what it may be; 0: the bits have to be equal */
+    double magnitude;  /* root mean square of the expected values; 0 where bits are compared */
+    const char *note;  /* why it failed or was skipped, or what else was measured; may be "" */
+} ql_check_case;
+
+/* Strings are valid during the call. Comes from the thread that called ql_check_run. */
+typedef void (*ql_check_fn)(void *user, const ql_check_case *result);
+
+enum { QL_CHECK_LIST = 1 /* name the cases, run none */, QL_CHECK_LONG = 2 /* shapes of the 27B too */ };
+
+/* Name and one line about check i; NULL past the end. */
+QL_API const char *ql_check_name(int32_t i);
+QL_API const char *ql_check_about(int32_t i);
+
+/* Runs self-checks on the options' devices, one after another, and blocks until all are done. `names` are checks or
+ * beginnings of the names of cases, `n_names` of them; none: everything. A name that no case begins with is
+ * QL_ERR_USAGE, and nothing has run then. lanes 0 runs every lane count that the devices allow, another count only
+ * that. Of the other options device, devices, kernels, wait_ms, init_ms, log and allocator are used; `model` is for
+ * "precision" alone. A case that fails is no error of the call: `fn` counts them. */
+QL_API ql_status ql_check_run(const ql_options *options, const char *const *names, int32_t n_names, int32_t flags,
+                              ql_check_fn fn, void *user, ql_error *err);
+
 #ifdef __cplusplus
 }
 #endif

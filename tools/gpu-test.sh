@@ -102,7 +102,7 @@ run_collectives() {
     local start=$EPOCHREALTIME log=$out/collectives.log
     timeout -k 10 "$limit" "$dir/gpu/collectives" "${COLLECTIVES:-}" >"$log" 2>&1
     local rc=$? passed failed skipped
-    grep -E '^# [0-9]+ lanes|^(ok|FAIL)  *(abort|deadline|two|steps)|^FAIL|^# log' "$log"
+    grep -E '^# [0-9]+ lanes|^(ok|FAIL)  *collectives\.(abort|deadline|two|steps)|^FAIL|^# log' "$log"
     read -r passed failed skipped < <(sed -nE 's/^collectives: ([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped/\1 \2 \3/p' "$log")
     row collectives $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" \
         "$(awk '/^ok/ {for (i = 1; i < NF; i++) if ($(i + 1) == "elements") n += $i} END {print n + 0}' "$log") elements compared"

@@ -8,6 +8,7 @@
 #     runtime/lane                      base, kernels
 #     runtime/model                     base, kernels, loader, lane
 #     runtime/engine                    everything below
+#     runtime/check                     everything below
 #     runtime/cli                       qlane.h
 #
 # CUDA and NCCL headers appear only in kernels/*.cu, kernels/cuda and runtime/lane's comm and device files.
@@ -31,6 +32,7 @@ find runtime loader kernels \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \
         may["lane"] = " api base kernels lane "
         may["model"] = " api base kernels loader lane model "
         may["engine"] = " api base kernels loader text lane model engine "
+        may["check"] = " api base kernels loader text lane model engine check "
         may["cli"] = " api cli "
     }
     {

@@ -14,7 +14,7 @@
 
 enum ql_cli_exit {
     QL_EXIT_OK = 0,
-    QL_EXIT_FAILED = 1,      /* standard output cannot be written, or a broken invariant of ours */
+    QL_EXIT_FAILED = 1,      /* standard output cannot be written, a check failed, or a broken invariant of ours */
     QL_EXIT_USAGE = 2,       /* unknown option, bad value, lanes that do not divide, bad token id, empty prompt */
     QL_EXIT_MODEL = 3,       /* bad model or input file, or --dump cannot be written */
     QL_EXIT_DEVICE = 4,      /* device or collective failure, fewer GPUs than lanes */
@@ -54,6 +54,7 @@ enum ql_cli_command {
     QL_CMD_INSPECT = 4,
     QL_CMD_TOKENIZE = 8,
     QL_CMD_DETOKENIZE = 16,
+    QL_CMD_CHECK = 32,
 };
 
 typedef struct ql_cli_ints {
@@ -77,7 +78,8 @@ typedef struct ql_cli_args {
     ql_precision prompt_precision, gen_precision;
     int64_t mtp; /* drafted tokens of --spec mtp[:K] */
     ql_cli_texts stop, kernel;
-    bool json, crc, stats, verify, profile;
+    ql_cli_texts names; /* what is no option: check alone takes that */
+    bool json, crc, stats, verify, profile, list, run_long;
     bool help;
 } ql_cli_args;
 
@@ -164,5 +166,6 @@ int ql_cli_plan(const ql_cli_args *args);
 int ql_cli_inspect(const ql_cli_args *args);
 int ql_cli_tokenize(const ql_cli_args *args);
 int ql_cli_detokenize(const ql_cli_args *args);
+int ql_cli_check(const ql_cli_args *args);
 
 #endif

@@ -22,6 +22,8 @@ static const command commands[] = {
      "qlane tokenize [-m DIR] [-p TEXT | -f FILE]", ql_cli_tokenize},
     {"detokenize", QL_CMD_DETOKENIZE, "comma-separated ids on standard input, -p, -f or --ids to text",
      "qlane detokenize [-m DIR] [-p 1,2,3 | -f FILE | --ids 1,2,3]", ql_cli_detokenize},
+    {"check", QL_CMD_CHECK, "self-checks of collectives, sharded layers and precisions on this machine",
+     "qlane check [--list] [--long] [--device KIND] [--lanes N] [NAME]...", ql_cli_check},
 };
 
 enum { N_COMMAND = sizeof commands / sizeof commands[0] };
@@ -37,7 +39,7 @@ static const command *find_command(const char *name) {
 
 static int unknown_command(const char *name) {
     return ql_cli_fail(QL_EXIT_USAGE,
-                       "no command '%.80s'; the commands are run, plan, inspect, tokenize and detokenize", name);
+                       "no command '%.80s'; the commands are run, plan, inspect, tokenize, detokenize and check", name);
 }
 
 static void print_overview(FILE *out) {
@@ -52,6 +54,12 @@ static void print_overview(FILE *out) {
 
 static int print_command_help(const command *c) {
     printf("usage: %s\n%s\n\n", c->usage, c->help);
+    if (c->id == QL_CMD_CHECK) {
+        for (int32_t i = 0; ql_check_name(i); i++) {
+            printf("  %-20s  %s\n", ql_check_name(i), ql_check_about(i));
+        }
+        puts("  NAME is one of these or the beginning of a case's name; without one all run\n");
+    }
     ql_cli_options_help(stdout, c->id);
     return ql_cli_flush();
 }

@@ -35,8 +35,9 @@ typedef struct option {
 } option;
 
 enum {
-    MODEL_CMDS = QL_CMD_RUN | QL_CMD_PLAN | QL_CMD_INSPECT | QL_CMD_TOKENIZE | QL_CMD_DETOKENIZE,
+    MODEL_CMDS = QL_CMD_RUN | QL_CMD_PLAN | QL_CMD_INSPECT | QL_CMD_TOKENIZE | QL_CMD_DETOKENIZE | QL_CMD_CHECK,
     SHAPE_CMDS = QL_CMD_RUN | QL_CMD_PLAN,
+    LANE_CMDS = QL_CMD_RUN | QL_CMD_CHECK,
     TEXT_CMDS = QL_CMD_RUN | QL_CMD_TOKENIZE | QL_CMD_DETOKENIZE,
     JSON_CMDS = QL_CMD_RUN | QL_CMD_PLAN | QL_CMD_INSPECT,
 };
@@ -59,12 +60,13 @@ static const option table[] = {
      AT(ids), NULL},
     {"-n", OPT_INT, "N", 1, INT32_MAX, false, "until an end-of-sequence id or the context is full",
      "generate at most N ids", QL_CMD_RUN, AT(n), NULL},
-    {"--lanes", OPT_INT, "N", 1, 64, false, "every usable GPU that the model allows, else 1 host lane",
-     "number of lanes; must divide the model's slice count", SHAPE_CMDS, AT(lanes), NULL},
-    {"--devices", OPT_INTS, "0,1", 0, 0, false, NULL, "the GPUs to use, one lane each; in place of --lanes", QL_CMD_RUN,
+    {"--lanes", OPT_INT, "N", 1, 64, false,
+     "every usable GPU that the model allows, else 1 host lane; check: each of 1, 2, 4 and 8 in turn",
+     "number of lanes; must divide the model's slice count", SHAPE_CMDS | QL_CMD_CHECK, AT(lanes), NULL},
+    {"--devices", OPT_INTS, "0,1", 0, 0, false, NULL, "the GPUs to use, one lane each; in place of --lanes", LANE_CMDS,
      AT(devices), NULL},
     {"--device", OPT_CHOICE, "KIND", 0, 0, false, "GPUs where a usable one exists, else host; plan: host",
-     "what lanes run on", SHAPE_CMDS, AT(device), device_names},
+     "what lanes run on", SHAPE_CMDS | QL_CMD_CHECK, AT(device), device_names},
     {"--temp", OPT_REAL, "T", 0, 100, false, "the model's generation_config.json, else 0",
      "temperature; 0 takes the likeliest id", QL_CMD_RUN, AT(temp), NULL},
     {"--top-k", OPT_INT, "K", 0, INT32_MAX, false, "the model's, else 0", "sample from the K likeliest ids; 0 is all",
@@ -95,14 +97,17 @@ static const option table[] = {
     {"--kv", OPT_CHOICE, "TYPE", 0, 0, false, "f16", "storage of keys and values", SHAPE_CMDS, AT(kv), kv_names},
     {"--order", OPT_CHOICE, "ORDER", 0, 0, false, "tree", "order of sums across lanes", QL_CMD_RUN, AT(order),
      order_names},
-    {"--kernel", OPT_TEXTS, "FAMILY=NAME", 0, 0, false, NULL, "force a kernel variant; may be repeated", QL_CMD_RUN,
+    {"--kernel", OPT_TEXTS, "FAMILY=NAME", 0, 0, false, NULL, "force a kernel variant; may be repeated", LANE_CMDS,
      AT(kernel), NULL},
     {"--spec", OPT_SPEC, "mtp[:K]", 1, 8, false, NULL,
      "count the multi-token-prediction layer (plan); run does not speculate yet", SHAPE_CMDS, AT(mtp), NULL},
     {"--wait-ms", OPT_INT, "MS", 1, INT32_MAX, false, "10000", "deadline of a wait on a lane or peer without progress",
-     QL_CMD_RUN, AT(wait_ms), NULL},
-    {"--init-ms", OPT_INT, "MS", 1, INT32_MAX, false, "20000", "deadline of communicator set-up", QL_CMD_RUN,
+     LANE_CMDS, AT(wait_ms), NULL},
+    {"--init-ms", OPT_INT, "MS", 1, INT32_MAX, false, "20000", "deadline of communicator set-up", LANE_CMDS,
      AT(init_ms), NULL},
+    {"--list", OPT_FLAG, NULL, 0, 0, false, NULL, "print the cases' names, run none", QL_CMD_CHECK, AT(list), NULL},
+    {"--long", OPT_FLAG, NULL, 0, 0, false, NULL, "shapes of the 27B and vectors of up to 64 MiB too", QL_CMD_CHECK,
+     AT(run_long), NULL},
     {"--json", OPT_FLAG, NULL, 0, 0, false, NULL, "print exactly one JSON object", JSON_CMDS, AT(json), NULL},
     {"--crc", OPT_FLAG, NULL, 0, 0, false, NULL, "CRC-32 of the logits (run) or of each tensor (inspect)",
      QL_CMD_RUN | QL_CMD_INSPECT, AT(crc), NULL},
@@ -312,6 +317,17 @@ static bool parse_spec(const option *o, const char *text, int64_t *k) {
     return text[3] == 0 || (text[3] == ':' && parse_int(text + 4, k) && *k >= o->min && *k <= o->max);
 }
 
+/* Appends to a list of strings that argv owns. */
+static int append(ql_cli_texts *list, const char *value) {
+    const char **grown = realloc(list->v, ((size_t)list->n + 1) * sizeof *grown);
+    if (!grown) {
+        return ql_cli_fail(QL_EXIT_MEMORY, "out of memory for options");
+    }
+    list->v = grown;
+    list->v[list->n++] = value;
+    return 0;
+}
+
 static int set_value(ql_cli_args *args, const option *o, const char *value) {
     void *at = (char *)args + o->at;
     int64_t i;
@@ -320,16 +336,7 @@ static int set_value(ql_cli_args *args, const option *o, const char *value) {
     switch (o->type) {
     case OPT_FLAG: *(bool *)at = true; return 0;
     case OPT_TEXT: *(const char **)at = value; return 0;
-    case OPT_TEXTS: {
-        ql_cli_texts *list = at;
-        const char **grown = realloc(list->v, ((size_t)list->n + 1) * sizeof *grown);
-        if (!grown) {
-            return ql_cli_fail(QL_EXIT_MEMORY, "out of memory for options");
-        }
-        list->v = grown;
-        list->v[list->n++] = value;
-        return 0;
-    }
+    case OPT_TEXTS: return append(at, value);
     case OPT_INT:
         if (!parse_int(value, &i) || (double)i < o->min || (double)i > o->max) {
             return bad_value(o, value);
@@ -427,6 +434,13 @@ int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *com
     for (int i = 0; i < argc; i++) {
         const char *given = argv[i];
         if (given[0] != '-' || !given[1]) {
+            if (command == QL_CMD_CHECK && given[0]) {
+                int rc = append(&args->names, given);
+                if (rc) {
+                    return rc;
+                }
+                continue;
+            }
             return ql_cli_fail(QL_EXIT_USAGE, "%s takes no argument '%.80s'; options begin with - (see qlane help %s)",
                                command_name, given, command_name);
         }
@@ -473,6 +487,7 @@ void ql_cli_args_deinit(ql_cli_args *args) {
     free(args->devices.v);
     free(args->stop.v);
     free(args->kernel.v);
+    free(args->names.v);
 }
 
 void ql_cli_options_help(FILE *out, enum ql_cli_command command) {

@@ -9,7 +9,7 @@ refuses "unknown option with a value" 2 "run has no option '--lane'; the nearest
 refuses "option of another command" 2 \
     "plan has no option '--temp', another command has; the nearest is * (see qlane help plan)" plan --temp 1
 refuses "unknown command lists the commands" 2 \
-    "no command 'bench'; the commands are run, plan, inspect, tokenize and detokenize" bench
+    "no command 'bench'; the commands are run, plan, inspect, tokenize, detokenize and check" bench
 refuses "stray argument" 2 "run takes no argument 'hello'; options begin with - (see qlane help run)" run hello
 refuses "repeated option" 2 "--lanes is given twice" run -p x --lanes 1 --lanes=1
 refuses "repeated flag" 2 "--json is given twice" run -p x --json --json
