@@ -332,9 +332,10 @@ static void bench_mixers(void) {
             report(name, time_calls(call_norm, 64), 16.0 * rows[i] * 5120, 0);
         }
     }
-    static const int32_t mlp_rows[] = {1, 1024};
-    for (int i = 0; i < 2; i++) {
-        swiglu = (ql_swiglu_args){u, m, u, mlp_rows[i], 17408};
+    static const int32_t mlp_rows[] = {1, 512, 2048};
+    float *gate = room((size_t)MAX_ROW * 17408 * 4), *up = room((size_t)MAX_ROW * 17408 * 4);
+    for (int i = 0; i < 3; i++) {
+        swiglu = (ql_swiglu_args){gate, up, gate, mlp_rows[i], 17408};
         snprintf(name, sizeof name, "swiglu t%d", mlp_rows[i]);
         if (wanted(name)) {
             report(name, time_calls(call_swiglu, 64), 12.0 * mlp_rows[i] * 17408, 0);
@@ -342,11 +343,15 @@ static void bench_mixers(void) {
     }
     float *qg = floats((int64_t)MAX_ROW * HEAD * 512, 1.0f), *q = room((size_t)MAX_ROW * HEAD * 256 * 4);
     float *rope = floats((int64_t)PAGES * 64 * 64, 1.0f);
-    static const ql_kv_type types[] = {QL_KV_F16, QL_KV_FP8};
-    for (int ty = 0; ty < 2; ty++) {
-        uint64_t elem = types[ty] == QL_KV_FP8 ? 1 : 2, side = (uint64_t)PAGES * KV * 64 * 256 * elem;
-        cache = (ql_kv_cache){.type = types[ty], .n_page = PAGES, .n_kv_head = KV, .k = room(side), .v = room(side)};
-        if (types[ty] == QL_KV_FP8) {
+    static const struct {
+        ql_kv_type type;
+        const char *name;
+    } types[] = {{QL_KV_F16, "f16"}, {QL_KV_FP8, "fp8"}, {QL_KV_BF16, "bf16"}, {QL_KV_F32, "f32"}};
+    for (int ty = 0; ty < 4; ty++) {
+        uint64_t side = (uint64_t)PAGES * ql_kv_page_bytes(types[ty].type, KV) / 2;
+        cache =
+            (ql_kv_cache){.type = types[ty].type, .n_page = PAGES, .n_kv_head = KV, .k = room(side), .v = room(side)};
+        if (types[ty].type == QL_KV_FP8) {
             cache.k_scale = room((size_t)PAGES * KV * 64 * 4 * 2);
             cache.v_scale = room((size_t)PAGES * KV * 64 * 4 * 2);
         }
@@ -355,21 +360,28 @@ static void bench_mixers(void) {
             batch = make_batch(QL_PHASE_GEN, 1, ctx[i] - 1);
             attn = (ql_attention_args){&batch, q, qg, &cache, o, HEAD, 0, 0, 6};
             prep = (ql_attn_prep_args){&batch, qg, m, u, small, small, rope, q, &cache, HEAD, 64, 1e-6f};
-            snprintf(name, sizeof name, "attention.gen.%s ctx%d", ty ? "fp8" : "f16", ctx[i]);
+            snprintf(name, sizeof name, "attention.gen.%s ctx%d", types[ty].name, ctx[i]);
             if (wanted(name)) {
-                report(name, time_calls(call_attn, 16), (double)ctx[i] * KV * 2 * (256.0 * (double)elem + (ty ? 8 : 0)),
+                report(name, time_calls(call_attn, 16), (double)ctx[i] / 64 * (double)ql_kv_page_bytes(cache.type, KV),
                        0);
             }
-            if (i == 0 && wanted("attn_prep t1")) {
-                report("attn_prep t1", time_calls(call_prep, 64), 0, 0);
+            snprintf(name, sizeof name, "attn_prep.%s t1", types[ty].name);
+            if (i == 0 && wanted(name)) {
+                report(name, time_calls(call_prep, 64), 0, 0);
             }
         }
-        static const int32_t prompt[][2] = {{512, 0}, {2048, 0}, {2048, 6144}};
-        for (int i = 0; i < 3 && ty == 0; i++) {
+        static const int32_t prompt[][2] = {{512, 0}, {2048, 0}, {2048, 6144}, {2048, 30720}};
+        for (int i = 0; i < 4; i++) {
             int32_t n = prompt[i][0], pos = prompt[i][1];
             batch = make_batch(QL_PHASE_PROMPT, n, pos);
             attn = (ql_attention_args){&batch, q, qg, &cache, o, HEAD, 0, 0, 6};
-            snprintf(name, sizeof name, "attention.prompt.f16 t%d at%d", n, pos);
+            prep = (ql_attn_prep_args){&batch, qg, m, u, small, small, rope, q, &cache, HEAD, 64, 1e-6f};
+            snprintf(name, sizeof name, "attn_prep.%s t%d", types[ty].name, n);
+            if (i < 2 && wanted(name)) {
+                report(name, time_calls(call_prep, 16),
+                       4.0 * 256 * n * (2 * HEAD + 2 * KV) + n / 64 * (double)ql_kv_page_bytes(cache.type, KV), 0);
+            }
+            snprintf(name, sizeof name, "attention.prompt.%s t%d at%d", types[ty].name, n, pos);
             if (wanted(name)) {
                 report(name, time_calls(call_attn, 2), 0, 4.0 * 256 * HEAD * n * (pos + 0.5 * n));
             }
