@@ -1,17 +1,21 @@
 #!/bin/bash
-# Tests on this machine's GPUs: kernels, whole models, collectives, memory checker. Run from the root of the source tree:
+# Tests on this machine's GPUs: kernels, whole models, self-checks, collectives, sanitizers. Run from the root of the source
+# tree:
 #
 #     tools/gpu-test.sh [BUILD [STEP...]]
 #
 # BUILD (default build) holds what `make gpu` built, or only its gpu.tar.gz, which is unpacked where it is newer: nothing is
-# compiled here. Steps are kcheck, gate, collectives and sanitize, all by default. With one GPU the tests of more lanes are skipped
-# and counted as that. Logs go to $OUT or BUILD/gpu-logs.
+# compiled here. Steps are kcheck, gate, check, collectives, sanitize, memcheck, racecheck, initcheck and synccheck, all by
+# default. With one GPU the tests of more lanes are skipped and counted as that. Logs go to $OUT or BUILD/gpu-logs.
 #
 #     GATE=FILTER         only those tests of gate, "*" stands for any text
 #     REPEATS=N           how often 1,000 ids are generated (20)
+#     CHECK=NAMES         only those cases of qlane check
 #     COLLECTIVES=FILTER  only those groups of collectives
-#     SANITIZE=FILTER     what runs under compute-sanitizer memcheck
-#     LIMIT=SECONDS       for each step (900)
+#     SANITIZE=FILTER     what of gate runs under compute-sanitizer memcheck (step sanitize)
+#     CASES=NAMES         which kernel cases the steps called as compute-sanitizer's tools run
+#     CASE_LIMIT=SECONDS  for each of those (90)
+#     LIMIT=SECONDS       for each other step (900)
 #
 # The last lines are a table: step, exit code, seconds, counts, key numbers. The exit code is 0 when nothing failed and
 # something passed.
@@ -19,7 +23,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 dir=${1:-build}
 shift $(($# > 0))
-steps=${*:-kcheck gate collectives sanitize}
+steps=${*:-kcheck gate check collectives sanitize memcheck racecheck initcheck synccheck}
 out=${OUT:-$dir/gpu-logs}
 limit=${LIMIT:-900}
 mkdir -p "$out" || exit 1
@@ -98,6 +102,18 @@ run_gate() {
     tap gate $rc "$start" "$log" "logits: $(worst "$log")"
 }
 
+run_check() {
+    local start=$EPOCHREALTIME log=$out/check.log
+    # shellcheck disable=SC2086
+    timeout -k 10 "$limit" "$dir/qlane" check --device cuda --long -m models/tiny \
+        ${CHECK:-mlp_shard gdn_shard attention_shard lm_head_shard precision} >"$log" 2>&1
+    local rc=$? passed failed skipped
+    grep -E '^FAIL|^ok.*precision' "$log"
+    read -r passed failed skipped < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped$/\1 \2 \3/p' "$log")
+    row check $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" \
+        "worst exact error $(sed -nE 's/^ok .*(exact|golden)\..*worst ([^ ]+) of.*/\2/p' "$log" | sort -g | tail -1)"
+}
+
 run_collectives() {
     local start=$EPOCHREALTIME log=$out/collectives.log
     timeout -k 10 "$limit" "$dir/gpu/collectives" "${COLLECTIVES:-}" >"$log" 2>&1
@@ -119,11 +135,59 @@ run_sanitize() {
     tap sanitize $? "$start" "$log" "$(grep -h 'ERROR SUMMARY' "$log" | tail -1)"
 }
 
+# One small case of every path of each family.
+small="linear.nvfp4.exact.gen.t3.n33.k256.s4.normal linear.nvfp4.bf16.prompt.t16.n33.k256.s4.normal
+    linear.nvfp4.exact.gen.t2.n64.k480.s2.cut.normal linear.fp8-block.exact.gen.t3.n33.k256.s4.normal
+    linear.fp8-block.exact.prompt.t16.n33.k256.s4.normal linear.fp8-channel.fp8.prompt.t16.n33.k256.s4.normal
+    linear.fp8-channel.exact.gen.t3.n33.k256.s4.normal linear.fp8-tensor.exact.gen.t1.n7.k37.normal
+    linear.bf16.bf16.prompt.t16.n33.k256.s4.normal linear.bf16.exact.gen.t3.n33.k256.s4.normal
+    linear.f32.exact.gen.t1.n33.k256.s4.normal norm.rms.t65.n256.delta.ld256.normal norm.gated.t3.h6.alias.normal
+    mlp.swiglu.t7.n1024.x1.alias embed.BF16.t1.h256.ids35-39 gdn.conv.gen.c16 gdn.conv.prompt.c384
+    gdn.gen.typical.k2.v2 gdn.prompt.typical.k2.v2.g1 attention.prep.fp8.h4 attention.f16.normal.h4at0
+    attention.fp8.normal.h2at0 attention.f16.normal.h1at0.g1.1at999 attention.gen.f16.normal.h12at12
+    sample.topk.t3.v8.lane0of1.k5.cap8.ties sample.chain.t12.v9.lane0of1.k7.cap7.ties.one.f-1"
+
+# One of compute-sanitizer's tools over small kernel cases, each a process with a limit of its own, eight at a time.
+run_tool() { # run_tool TOOL
+    local start=$EPOCHREALTIME tool=$1 c rc passed=0 failed=0 late=0
+    if ! command -v compute-sanitizer >/dev/null || [[ ! -x $dir/kcheck ]]; then
+        skip "$tool" "no compute-sanitizer, or $dir/kcheck was not built"
+        return
+    fi
+    rm -f "$out/$tool".*.rc
+    for c in ${CASES:-$small}; do
+        while (($(jobs -rp | wc -l) >= 8)); do
+            wait -n
+        done
+        {
+            timeout -k 5 "${CASE_LIMIT:-90}" compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 \
+                "$dir/kcheck" --device cuda "$c" >"$out/$tool.$c.log" 2>&1
+            echo $? >"$out/$tool.$c.rc"
+        } &
+    done
+    wait
+    for c in ${CASES:-$small}; do
+        rc=$(<"$out/$tool.$c.rc")
+        case $rc in
+        0) passed=$((passed + 1)) ;;
+        124 | 137) late=$((late + 1)) && echo "$tool $c: not done in ${CASE_LIMIT:-90} s" ;;
+        *)
+            failed=$((failed + 1))
+            echo "$tool $c: exit code $rc"
+            grep -hE '^FAIL|========= .*(Race|Invalid|Uninitialized|Barrier|Error|ERROR)' "$out/$tool.$c.log" | head -4
+            ;;
+        esac
+    done
+    row "$tool" 0 "$(seconds "$start")" $passed $failed $late "kernel cases; skipped are those not done in their time"
+}
+
 for step in $steps; do
     case $step in
-    kcheck | gate | collectives | sanitize) run_$step ;;
+    kcheck | gate | check | collectives | sanitize) "run_$step" ;;
+    memcheck | racecheck | initcheck | synccheck) run_tool "$step" ;;
     *)
-        echo "gpu-test: unknown step $step; there are kcheck, gate, collectives, sanitize" >&2
+        echo "gpu-test: unknown step $step; there are kcheck, gate, check, collectives, sanitize, memcheck, racecheck," \
+            "initcheck, synccheck" >&2
         exit 2
         ;;
     esac
