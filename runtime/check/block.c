@@ -256,53 +256,47 @@ typedef struct block {
     ql_qformat format;
 } block;
 
-/* A block's expected values at one size and precision, computed when the first case needs them. */
+/* A block at one size, with its expected values at one precision, made when the first case needs them. */
 typedef struct expected {
     ql_check *check;
     const block *block;
     bool large;
     const rows *rows;
     ql_precision precision;
-    ql_check_ckpt *made; /* packed */
-    float *want, *got;   /* [all_rows][vocab] */
+    ql_check_ckpt *made, *decoded;
+    float *want, *got; /* [all_rows][vocab] */
+    bool has_want;
     int32_t width, vocab;
 } expected;
 
 static const char *const twins = "embed=twin,linear=twin,norm=twin,gdn=twin,attention=twin,mlp=twin,sample=twin";
 
-static ql_status prepare(expected *x, ql_error *err) {
-    if (x->want) {
-        return QL_OK;
-    }
-    const ql_check *c = x->check;
-    ql_check_ckpt *decoded = NULL;
-    QL_TRY(ql_check_ckpt_make(&x->made, c->mem, x->block->part, x->block->format, x->large, QL_BREAK_NONE, err));
-    x->vocab = x->made->ckpt.config.vocab;
-    x->width = x->block->part == QL_BLOCK_HEAD ? x->vocab : x->made->ckpt.config.hidden;
-    size_t n = (size_t)all_rows(x->rows) * (size_t)x->vocab;
-    QL_TRY(ql_alloc(c->mem, n, sizeof *x->got, "results", (void **)&x->got, err));
-    QL_TRY(ql_check_ckpt_make(&decoded, c->mem, x->block->part, x->block->format, x->large, QL_BREAK_NONE, err));
-    ql_status status = ql_check_ckpt_decode(decoded, err);
-    float *want = NULL;
-    status = status == QL_OK ? ql_alloc(c->mem, n, sizeof *want, "expected results", (void **)&want, err) : status;
-    /* Faster host variants give the twins' bits; the large shapes would take minutes with the twins. */
-    status = status == QL_OK
-                 ? run_block(c, decoded, x->rows, QL_DEVICE_HOST, 1, x->large ? NULL : twins, x->precision, want, err)
-                 : status;
-    ql_check_ckpt_free(&decoded);
-    if (status != QL_OK) {
-        ql_free(c->mem, want);
-        return status;
-    }
-    x->want = want;
-    return QL_OK;
-}
-
 static void forget(expected *x) {
+    ql_check_ckpt_free(&x->decoded);
     ql_check_ckpt_free(&x->made);
     ql_free(x->check->mem, x->want);
     ql_free(x->check->mem, x->got);
     x->want = x->got = NULL;
+}
+
+static ql_status prepare(expected *x, ql_error *err) {
+    const ql_check *c = x->check;
+    if (!x->got) {
+        forget(x); /* of an attempt that failed half-way */
+        QL_TRY(ql_check_ckpt_make(&x->made, c->mem, x->block->part, x->block->format, x->large, QL_BREAK_NONE, err));
+        QL_TRY(ql_check_ckpt_decode(&x->decoded, x->made, err));
+        x->vocab = x->made->ckpt.config.vocab;
+        x->width = x->block->part == QL_BLOCK_HEAD ? x->vocab : x->made->ckpt.config.hidden;
+        size_t n = (size_t)all_rows(x->rows) * (size_t)x->vocab;
+        QL_TRY(ql_alloc(c->mem, n, sizeof *x->want, "expected results", (void **)&x->want, err));
+        QL_TRY(ql_alloc(c->mem, n, sizeof *x->got, "results", (void **)&x->got, err));
+    }
+    if (!x->has_want) { /* faster host variants give the twins' bits; on large shapes the twins would take minutes */
+        QL_TRY(
+            run_block(c, x->decoded, x->rows, QL_DEVICE_HOST, 1, x->large ? NULL : twins, x->precision, x->want, err));
+        x->has_want = true;
+    }
+    return QL_OK;
 }
 
 static ql_status run_lanes(expected *x, const ql_check_ckpt *made, int32_t n_lane, ql_error *err) {
@@ -427,13 +421,11 @@ static void run_size(ql_check *c, const block *b, bool large) {
         [QL_BREAK_SCALE] = "scale",     [QL_BREAK_COLUMN] = "column",
     };
     const char *size = large ? "27b" : "small";
+    expected x = {.check = c, .block = b, .large = large, .rows = large ? &large_rows : &small_rows};
     for (size_t p = 0; p < sizeof precisions / sizeof *precisions; p++) {
         bool exact = precisions[p].precision == QL_PREC_EXACT;
-        expected x = {.check = c,
-                      .block = b,
-                      .large = large,
-                      .rows = large ? &large_rows : &small_rows,
-                      .precision = precisions[p].precision};
+        x.precision = precisions[p].precision;
+        x.has_want = false;
         for (int32_t n = ql_check_lanes(c, 0); n; n = ql_check_lanes(c, n)) {
             if (ql_check_begin(c, n, "%s.%s.%s.%s", b->check, b->variant, size, precisions[p].name)) {
                 twin_case(&x, n);
@@ -448,8 +440,8 @@ static void run_size(ql_check *c, const block *b, bool large) {
                 }
             }
         }
-        forget(&x);
     }
+    forget(&x);
 }
 
 void ql_check_blocks(ql_check *c, const char *check) {

@@ -67,8 +67,8 @@ typedef struct ql_check_ckpt {
 /* `large`: shapes of the 27B, else the smallest with 8 slices. */
 ql_status ql_check_ckpt_make(ql_check_ckpt **ckpt, const ql_allocator *mem, ql_block_part part, ql_qformat format,
                              bool large, ql_breakage broken, ql_error *err);
-/* Puts every quantized weight's f32 values in its place. */
-ql_status ql_check_ckpt_decode(ql_check_ckpt *ckpt, ql_error *err);
+/* The same with every quantized weight's f32 values in its place. Borrows the rest: `of` has to outlive it. */
+ql_status ql_check_ckpt_decode(ql_check_ckpt **ckpt, const ql_check_ckpt *of, ql_error *err);
 void ql_check_ckpt_free(ql_check_ckpt **ckpt); /* accepts NULL */
 
 /* ---- comparing (block.c) -------------------------------------------------------------------------------------------- */

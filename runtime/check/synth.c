@@ -387,36 +387,39 @@ static float scale_at(const ql_linear *l, int64_t r, int64_t c) {
     return v;
 }
 
-static void decode_fp8(const ql_linear *l, int64_t r, float factor, float *out) {
+static void decode_fp8(const ql_linear *l, const float *value, int64_t r, float factor, float *out) {
     const uint8_t *p = l->weight->data + r * l->k;
     for (int32_t c = 0; c < l->k;) {
         float scale = scale_at(l, r, c) * factor;
         for (int32_t end = c + QL_FP8_BLOCK < l->k ? c + QL_FP8_BLOCK : l->k; c < end; c++) {
-            out[c] = ql_f32_of_e4m3(p[c]) * scale;
+            out[c] = value[p[c]] * scale;
         }
     }
 }
 
-static void decode_nvfp4(const ql_linear *l, int64_t r, float factor, float *out) {
+static void decode_nvfp4(const ql_linear *l, const float *value, int64_t r, float factor, float *out) {
     const uint8_t *p = l->weight->data + r * (l->k / 2), *group = l->scale->data + r * (l->k / QL_NVFP4_GROUP);
     for (int32_t c = 0; c < l->k; c++) {
         float v = ql_f32_of_e2m1(c % 2 ? p[c / 2] >> 4 : p[c / 2] & 15);
-        out[c] = v * ql_f32_of_e4m3(group[c / QL_NVFP4_GROUP]) * factor;
+        out[c] = v * value[group[c / QL_NVFP4_GROUP]] * factor;
     }
 }
 
 static void decode(const ql_linear *l, float *out) {
-    float factor = 1;
+    float factor = 1, e4m3[256];
+    for (int32_t i = 0; i < 256; i++) {
+        e4m3[i] = ql_f32_of_e4m3((uint8_t)i);
+    }
     if (l->factor) {
         ql_dtype_to_f32(l->factor->dtype, l->factor->data, 1, &factor);
         factor = l->factor_divides ? 1 / factor : factor;
     }
     for (int64_t r = 0; r < l->n; r++, out += l->k) {
-        (l->format == QL_FORMAT_NVFP4 ? decode_nvfp4 : decode_fp8)(l, r, factor, out);
+        (l->format == QL_FORMAT_NVFP4 ? decode_nvfp4 : decode_fp8)(l, e4m3, r, factor, out);
     }
 }
 
-ql_status ql_check_ckpt_decode(ql_check_ckpt *s, ql_error *err) {
+static ql_status decode_all(ql_check_ckpt *s, ql_error *err) {
     ql_layer *y = &s->layer;
     ql_linear *const all[] = {&y->gate, &y->up,     &y->down, &y->q,   &y->k,           &y->v,
                               &y->o,    &y->in_qkv, &y->in_z, &y->out, &s->ckpt.lm_head};
@@ -432,5 +435,22 @@ ql_status ql_check_ckpt_decode(ql_check_ckpt *s, ql_error *err) {
         l->scale = l->factor = NULL;
         l->format = QL_FORMAT_F32;
     }
+    return QL_OK;
+}
+
+ql_status ql_check_ckpt_decode(ql_check_ckpt **out, const ql_check_ckpt *of, ql_error *err) {
+    ql_check_ckpt *s = NULL;
+    QL_TRY(ql_alloc(of->mem, 1, sizeof *s, "a decoded checkpoint", (void **)&s, err));
+    s->mem = of->mem;
+    s->ckpt = of->ckpt;
+    s->layer = of->layer;
+    s->ckpt.file = &s->file;
+    s->ckpt.layer = &s->layer;
+    ql_status status = decode_all(s, err);
+    if (status != QL_OK) {
+        ql_check_ckpt_free(&s);
+        return status;
+    }
+    *out = s;
     return QL_OK;
 }
