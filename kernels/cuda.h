@@ -49,6 +49,12 @@ ql_status ql_cuda_capture_end(ql_dev *dev, void **graph);
 ql_status ql_cuda_graph_launch(ql_dev *dev, void *graph);
 void ql_cuda_graph_free(ql_dev *dev, void *graph);
 
+/* Enqueues a read of `bytes` bytes at p on a stream (a cudaStream_t) and nothing else: what speeds are compared with. */
+void ql_cuda_read(void *stream, int32_t n_sm, const void *p, size_t bytes);
+
+/* "7.5, 9.0": the compute capabilities that this build has code for. */
+void ql_cuda_build_archs(char *out, size_t cap);
+
 /* "13.0": the CUDA runtime that this build was made with. */
 const char *ql_cuda_build_version(void);
 

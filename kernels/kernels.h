@@ -18,6 +18,7 @@
 #include "kernels/mlp.h"
 #include "kernels/norm.h"
 #include "kernels/sample.h"
+#include "runtime/base/pool.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -66,10 +67,24 @@ typedef struct ql_ops {
     ql_status (*graph_launch)(ql_dev *dev, void *graph);
     void (*graph_free)(ql_dev *dev, void *graph);
 
+    /* Phase times by the device's own clock, for devices whose lane only enqueues; NULL for the others. `profile` turns
+     * them on before the first op, and recording off. `lap` adds the time since the last lap, or since the first copy after
+     * a sync, to *ns, at the next sync at the latest; without profile it does nothing. */
+    ql_status (*profile)(ql_dev *dev);
+    void (*lap)(ql_dev *dev, uint64_t *ns);
+
+    /* Around the opening of a model: `bytes` is about what alloc and weight_load will be asked for between the two, and the
+     * threads of `pool` read files. A load without the pair is only slower. NULL for a device that has
+     * no use for them; end may be called without begin. */
+    ql_status (*load_begin)(ql_dev *dev, uint64_t bytes, ql_pool *pool);
+    void (*load_end)(ql_dev *dev);
+
     /* weights */
     void (*weight_bytes)(ql_qformat format, int32_t n, int32_t k, int32_t row_off, int32_t col_off,
                          uint64_t *weight_bytes, uint64_t *scale_bytes); /* resident bytes of a slice */
     ql_status (*weight_load)(ql_dev *dev, const ql_weight_src *src, ql_weight *out);
+    /* Compares codes and scales with the file's; *differs: NULL, "codes" or "scales". */
+    ql_status (*weight_same)(ql_dev *dev, const ql_weight *w, const ql_weight_src *src, const char **differs);
     /* CRC-32 of the resident codes, in the file's order: rows of the cut, each its columns of the cut. */
     ql_status (*weight_crc)(ql_dev *dev, const ql_weight *w, uint32_t *crc);
     void (*weight_free)(ql_dev *dev, ql_weight *w);
@@ -90,6 +105,11 @@ typedef struct ql_ops {
     ql_status (*gather_rows)(ql_dev *dev, const ql_gather_rows_args *a);
     ql_status (*topk)(ql_dev *dev, const ql_topk_args *a);
     ql_status (*sample)(ql_dev *dev, const ql_sample_args *a);
+
+    /* For the record of a measurement: what the lane runs on, and how fast it reads memory, in bytes a second. measure takes
+     * memory and time. `describe` may be called from any thread; what it does not know it leaves alone. */
+    void (*describe)(const ql_dev *dev, ql_lane_info *info);
+    ql_status (*measure)(ql_dev *dev, double *bytes_per_s);
 
     /* Variant that serves a path, such as "twin" or "avx512". */
     const char *(*variant)(const ql_dev *dev, int32_t path);

@@ -28,6 +28,12 @@
 
 #include "kernels/batch.h"
 
+/* Where bytes lie in a file, for devices that read them from there; fd 0: they are memory alone. */
+typedef struct ql_file_place {
+    int32_t fd;
+    uint64_t at;
+} ql_file_place;
+
 /* A slice in the file: which rows and columns to take, with the strides of the whole matrix. Host pointers. */
 typedef struct ql_weight_src {
     const char *module; /* for messages */
@@ -41,6 +47,7 @@ typedef struct ql_weight_src {
     const uint8_t *scale;   /* scales of the whole matrix, or NULL */
     ql_dtype scale_dtype;   /* F32, F16 or BF16; F8_E4M3 for NVFP4 */
     float factor;           /* FP8_TENSOR, NVFP4: finite and > 0; else 1 */
+    ql_file_place data_file, scale_file;
 } ql_weight_src;
 
 /* A resident slice. FP8_BLOCK with several ranges needs every range to begin and end on a block (or at the matrix's last

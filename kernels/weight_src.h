@@ -17,16 +17,20 @@ static inline int32_t ql_fp8_blocks(int32_t offset, int32_t n) {
 
 /* Checks the cut and the tensor scale, and describes the slice: format, n, k, factor, offsets into blocks and, for
  * FP8_TENSOR, max_abs; the rest of *w is zero. */
-ql_status ql_weight_src_begin(ql_dev *dev, const ql_weight_src *src, ql_weight *w);
+ql_status ql_weight_src_begin(const ql_weight_src *src, ql_weight *w, ql_error *err);
 
 /* Scales of the cut, FP8_CHANNEL and FP8_BLOCK, as f32 and row by row; sets w->max_abs. */
-ql_status ql_weight_src_f32_scales(ql_dev *dev, const ql_weight_src *src, ql_weight *w, float *out);
+ql_status ql_weight_src_f32_scales(const ql_weight_src *src, ql_weight *w, float *out, ql_error *err);
 
 /* Checks the NVFP4 group scales of the cut, copying them row by row into `out` if that is not NULL; sets w->max_abs. */
-ql_status ql_weight_src_group_scales(ql_dev *dev, const ql_weight_src *src, ql_weight *w, uint8_t *out);
+ql_status ql_weight_src_group_scales(const ql_weight_src *src, ql_weight *w, uint8_t *out, ql_error *err);
+
+/* The same for a device that has looked at the scales itself: `most` is the largest as a byte. Refuses where that is none
+ * that a sound file holds, after looking for its place. */
+ql_status ql_weight_src_group_max(const ql_weight_src *src, ql_weight *w, uint8_t most, ql_error *err);
 
 /* Refuses the code at a place of the whole matrix, which is no number; always an error. */
-ql_status ql_weight_src_bad_code(ql_dev *dev, const ql_weight_src *src, int64_t row, int64_t col);
+ql_status ql_weight_src_bad_code(const ql_weight_src *src, int64_t row, int64_t col, ql_error *err);
 
 #ifdef __cplusplus
 }

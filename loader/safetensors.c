@@ -317,6 +317,10 @@ done:
 ql_status ql_safetensors_open(ql_safetensors *st, const char *path, int32_t file, ql_error *err) {
     memset(st, 0, sizeof *st);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd == 0) { /* standard input is closed; 0 means no file here */
+        fd = fcntl(0, F_DUPFD_CLOEXEC, 1);
+        close(0);
+    }
     if (fd < 0) {
         return ql_fail(err, QL_ERR_MODEL, "cannot open %s: %s", path, strerror(errno));
     }
@@ -334,7 +338,6 @@ ql_status ql_safetensors_open(ql_safetensors *st, const char *path, int32_t file
             map = NULL;
         }
     }
-    close(fd);
     if (status == QL_OK) {
         status = ql_safetensors_parse(st, path, map, bytes, bytes, file, err);
     }
@@ -349,12 +352,14 @@ ql_status ql_safetensors_open(ql_safetensors *st, const char *path, int32_t file
         if (map) {
             munmap(map, bytes);
         }
+        close(fd);
         return status;
     }
     const char *slash = strrchr(st->path, '/');
     st->base = slash ? slash + 1 : st->path;
     st->map = map;
     st->map_bytes = bytes;
+    st->fd = fd;
     for (int32_t i = 0; i < st->n_tensor; i++) {
         st->tensor[i].data = st->map + st->tensor[i].offset;
     }
@@ -367,6 +372,9 @@ void ql_safetensors_close(ql_safetensors *st) {
     ql_free(NULL, st->path);
     if (st->map) {
         munmap(st->map, st->map_bytes);
+    }
+    if (st->fd) {
+        close(st->fd);
     }
     memset(st, 0, sizeof *st);
 }

@@ -28,6 +28,7 @@ typedef struct ql_safetensors {
     const char *base; /* base name, inside path */
     uint8_t *map;     /* the whole file; NULL when only a header was parsed */
     uint64_t map_bytes;
+    int32_t fd;        /* the same file, above 0; 0 when only a header was parsed */
     ql_tensor *tensor; /* in name order */
     int32_t n_tensor;
     char *names; /* storage behind tensor[].name */

@@ -120,8 +120,9 @@ typedef struct ql_options {
     ql_precision prompt_precision, gen_precision;
     const char *kernels; /* "family=name,family=name" to force variants, or NULL; unknown names are an error */
     int32_t mtp;         /* nonzero: load the multi-token-prediction layer; refused where the checkpoint has none */
-    int32_t verify;      /* nonzero: read every resident slice back and compare its CRC-32 with the file's */
-    uint64_t mem_bytes;  /* memory one lane may use for everything it holds; 0: what the device has */
+    int32_t verify;      /* nonzero: read every resident slice back and compare it with the file */
+    uint64_t mem_bytes;  /* memory one lane may use for everything it holds, its GPU's context included; 0: what the
+                          * device has */
     int32_t wait_ms;     /* deadline of any wait on a lane or peer that makes no progress; default 10000 */
     int32_t init_ms;     /* deadline of communicator set-up; default 20000 */
     ql_log_fn log;
@@ -129,6 +130,8 @@ typedef struct ql_options {
     ql_progress_fn progress;
     void *progress_user;
     const ql_allocator *allocator; /* copied; NULL: malloc */
+    int32_t measure; /* nonzero: measure each lane's memory bandwidth once weights are there; see ql_engine_lane_info */
+    int32_t profile; /* nonzero: time the phases on CUDA lanes too; generation steps then run unrecorded, slower */
 } ql_options;
 
 QL_API ql_options ql_options_default(void);
@@ -272,7 +275,9 @@ typedef struct ql_lane_stats {
     char device[64];                                  /* "host", or the GPU's ordinal and name */
     uint64_t weight_bytes, scale_bytes;               /* resident, as the runtime holds them */
     uint64_t stored_weight_bytes, stored_scale_bytes; /* the same tensors at the width of the file */
-    uint64_t kv_bytes, state_bytes, workspace_bytes, context_bytes;
+    uint64_t kv_bytes, state_bytes, workspace_bytes;
+    uint64_t context_bytes; /* in use on the lane's GPU beside these when opening was done: the driver's context, code,
+                             * NCCL, and what other programs hold */
     uint64_t h2d_bytes, d2h_bytes; /* copied since open; equal weights count once */
 } ql_lane_stats;
 
@@ -283,7 +288,7 @@ typedef struct ql_path_count {
 
 typedef struct ql_phase_time {
     char name[32];
-    double ms; /* summed over steps, lane 0; host lanes only */
+    double ms; /* lane 0 */
 } ql_phase_time;
 
 typedef struct ql_stats {
@@ -298,11 +303,31 @@ typedef struct ql_stats {
     int32_t n_paths;
     ql_path_count path[64];
     int32_t n_phases;
-    ql_phase_time phase[16];
+    ql_phase_time phase[16]; /* of steps, summed; CUDA lanes have them with options.profile only */
+    int32_t n_open;
+    ql_phase_time open[8]; /* parts of load_s, one after another */
 } ql_stats;
 
 /* Fills `stats` (set stats->size first). May be called from any thread at any time. */
 QL_API ql_status ql_engine_stats(ql_engine *engine, ql_stats *stats);
+
+/* What a lane runs on, for the record of a measurement. "" and -1: nothing tells. */
+typedef struct ql_lane_info {
+    size_t size;
+    char name[64];                          /* of the GPU or CPU */
+    char bus[32];                           /* PCI address */
+    char driver[32];                        /* "580.95.05" */
+    char cuda_driver[16], cuda_runtime[16]; /* "13.0": what the driver supports; what the build was made with */
+    char nccl[16];                          /* "2.28.3", where it is open */
+    char link[16];                          /* how lanes add: "peer", "nccl", "none" (one lane) or "host" */
+    int32_t n_sm, sm_mhz, sm_max_mhz, memory_mhz, temperature_c; /* clocks at the time of the call */
+    double power_w, power_limit_w;
+    double stream_bytes_per_s; /* reading memory and nothing else, all lanes at once; with options.measure */
+    uint64_t memory_bytes;     /* of the GPU */
+} ql_lane_info;
+
+/* Fills `info` (set info->size first). May be called from any thread at any time. */
+QL_API ql_status ql_engine_lane_info(ql_engine *engine, int32_t lane, ql_lane_info *info);
 
 /* ---- tokenizer ---------------------------------------------------------------------------------------------- */
 
@@ -384,7 +409,8 @@ typedef struct ql_lane_plan {
     uint64_t weight_bytes, scale_bytes, stored_weight_bytes, stored_scale_bytes;
     uint64_t state_bytes; /* recurrent state and conv tails of max_seqs sequences */
     uint64_t kv_bytes;    /* for max_seqs sequences of ctx tokens */
-    uint64_t workspace_bytes, context_bytes;
+    uint64_t workspace_bytes;
+    uint64_t context_bytes; /* of the GPU's driver and NCCL: an estimate, no device is asked */
     uint64_t total_bytes;
     int32_t q_head0, q_head1, kv_head0, kv_head1, key_head0, key_head1, value_head0, value_head1;
     int32_t mlp0, mlp1, vocab0, vocab1;

@@ -16,7 +16,7 @@ newer() { # newer OBJECT SOURCE: whether SOURCE or any header is newer
     [ ! -e "$1" ] || [ "$2" -nt "$1" ] || [ -n "$(find kernels runtime/base tests loader -name '*.h' -newer "$1" -o -name '*.cuh' -newer "$1" | head -1)" ]
 }
 list=
-for f in kernels/*.cu kernels/cuda/*.cu tests/gpu/*.cu; do
+for f in kernels/*.cu kernels/cuda/*.cu; do
     o=$obj/${f//\//_}.o
     if newer "$o" "$f"; then
         echo "NVCC $f"
@@ -24,7 +24,7 @@ for f in kernels/*.cu kernels/cuda/*.cu tests/gpu/*.cu; do
     fi
     list="$list $o"
 done
-for f in kernels/*.c kernels/host/*.c runtime/base/*.c tests/kcase.c tests/cases/*.c; do
+for f in kernels/*.c kernels/cuda/*.c kernels/host/*.c runtime/base/*.c tests/kcase.c tests/cases/*.c; do
     o=$obj/${f//\//_}.o
     extra=
     case $f in

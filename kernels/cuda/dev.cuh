@@ -33,8 +33,10 @@ struct cuda_dev {
     size_t back_used;
     struct pending_copy pending[MAX_PENDING];
     int n_pending;
-    uint8_t *raw;            /* STAGE_SLOTS of STAGE_BYTES on the device: file bytes before repacking */
-    unsigned long long *bad; /* on the device: first bad code of a weight */
+    uint8_t *arena; /* what alloc hands out while a model loads; from one allocation, cleared as a whole */
+    size_t arena_bytes, arena_used;
+    struct load_ring *ring;  /* weight.cu; NULL but while weights load */
+    struct lap_clock *clock; /* device.cu; NULL: phases are not timed */
     bool capturing;
     const char *last_op;
 };
@@ -121,17 +123,21 @@ size_t ql_topk_cuda_scratch(const ql_shape *shape);
 void ql_cuda_weight_bytes(ql_qformat format, int32_t n, int32_t k, int32_t row_off, int32_t col_off,
                           uint64_t *weight_bytes, uint64_t *scale_bytes);
 ql_status ql_cuda_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *out);
+ql_status ql_cuda_weight_same(ql_dev *dev, const ql_weight *w, const ql_weight_src *src, const char **differs);
 ql_status ql_cuda_weight_crc(ql_dev *dev, const ql_weight *w, uint32_t *crc);
 void ql_cuda_weight_free(ql_dev *dev, ql_weight *w);
+/* The ring that file bytes pass through; replaces one that is there. pool may be NULL. */
+ql_status ql_cuda_ring_open(ql_dev *dev, ql_pool *pool);
+void ql_cuda_ring_close(ql_dev *dev);
+
+/* the ceiling (stream.cu) */
+ql_status ql_cuda_measure(ql_dev *dev, double *bytes_per_s);
 
 /* memory (device.cu) */
 ql_status ql_cuda_alloc(ql_dev *dev, size_t bytes, const char *what, void **out);
 void ql_cuda_free(ql_dev *dev, void *ptr);
 ql_status ql_cuda_h2d(ql_dev *dev, void *dst, const void *src, size_t bytes);
 ql_status ql_cuda_sync(ql_dev *dev);
-/* A pinned slot that no copy is using any more; *index names it. slot_done marks it in use by what was enqueued. */
-ql_status ql_cuda_slot_take(ql_dev *dev, uint8_t **pinned, int *index);
-ql_status ql_cuda_slot_done(ql_dev *dev, int index);
 
 /* ---- device helpers ---- */
 

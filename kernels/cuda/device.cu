@@ -8,6 +8,7 @@
 #include "kernels/cuda.h"
 
 #include "kernels/cuda/dev.cuh"
+#include "kernels/cuda/nvml.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -32,9 +33,12 @@ int32_t ql_cuda_count(char *why) {
     cudaGetLastError();
     if (why) {
         int driver = 0;
-        if (e == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0) {
+        bool asked = e == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess;
+        if (asked && driver > 0) {
             snprintf(why, WHY_BYTES, "the driver supports CUDA %d.%d, this build needs %s", driver / 1000,
                      driver % 1000 / 10, ql_cuda_build_version());
+        } else if (asked) {
+            snprintf(why, WHY_BYTES, "this machine has no NVIDIA driver");
         } else {
             snprintf(why, WHY_BYTES, "%s", cudaGetErrorString(e));
         }
@@ -75,10 +79,106 @@ const char *ql_cuda_build_version(void) {
     return QL_TEXT(__CUDACC_VER_MAJOR__) "." QL_TEXT(__CUDACC_VER_MINOR__);
 }
 
+/* ---- phase times ------------------------------------------------------------------------------------------------- */
+
+constexpr int MAX_LAPS = 1024; /* between two syncs; a step of the largest model has fewer */
+
+/* Events of the work since the last sync: at[0] where it began, at[i] the i-th lap. */
+struct lap_clock {
+    cudaEvent_t at[MAX_LAPS + 1], end;
+    uint64_t *ns[MAX_LAPS + 1];
+    int n;          /* events recorded; 0: nothing was enqueued */
+    uint64_t after; /* nanoseconds from the last lap to the sync that followed: the next lap's */
+};
+
+static ql_status start_clock(ql_dev *dev) {
+    struct lap_clock *k = cuda(dev)->clock;
+    if (k && k->n == 0) {
+        CU_TRY(dev, cudaEventRecord(k->at[0], cuda(dev)->stream), "timing");
+        k->n = 1;
+    }
+    return QL_OK;
+}
+
+static void lap(ql_dev *dev, uint64_t *ns) {
+    struct lap_clock *k = cuda(dev)->clock;
+    if (k && k->n == 0) {
+        ql_dev_count(ns, k->after);
+        k->after = 0;
+    } else if (k && k->n <= MAX_LAPS && cudaEventRecord(k->at[k->n], cuda(dev)->stream) == cudaSuccess) {
+        k->ns[k->n++] = ns; /* a stream that takes no event fails at the next sync, which reports it */
+    }
+}
+
+static ql_status stop_clock(ql_dev *dev) {
+    struct lap_clock *k = cuda(dev)->clock;
+    if (k && k->n) {
+        CU_TRY(dev, cudaEventRecord(k->end, cuda(dev)->stream), "timing");
+    }
+    return QL_OK;
+}
+
+static uint64_t ns_between(cudaEvent_t a, cudaEvent_t b) {
+    float ms = 0;
+    return cudaEventElapsedTime(&ms, a, b) == cudaSuccess ? (uint64_t)((double)ms * 1e6) : 0;
+}
+
+/* After a sync. */
+static ql_status read_clock(ql_dev *dev) {
+    struct lap_clock *k = cuda(dev)->clock;
+    if (k && k->n) {
+        for (int i = 1; i < k->n; i++) {
+            ql_dev_count(k->ns[i], ns_between(k->at[i - 1], k->at[i]));
+        }
+        k->after = ns_between(k->at[k->n - 1], k->end);
+        k->n = 0;
+        CU_TRY(dev, cudaGetLastError(), "timing");
+    }
+    return QL_OK;
+}
+
+static void close_clock(ql_dev *dev) {
+    struct lap_clock *k = cuda(dev)->clock;
+    for (int i = 0; k && i <= MAX_LAPS; i++) {
+        if (k->at[i]) {
+            cudaEventDestroy(k->at[i]);
+        }
+    }
+    if (k && k->end) {
+        cudaEventDestroy(k->end);
+    }
+    ql_free(dev->mem, k);
+    cuda(dev)->clock = NULL;
+}
+
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
+/* From the arena where there is room. One by one the 1,300 pieces of a 27B lane are rounded up by 1% of what they hold, and
+ * take a tenth of a second to get and give back. */
+static void *from_arena(struct cuda_dev *d, size_t bytes) {
+    size_t n = round_256(bytes ? bytes : 1);
+    if (!d->ring || n > d->arena_bytes - d->arena_used) {
+        return NULL;
+    }
+    d->arena_used += n;
+    return d->arena + d->arena_used - n;
+}
+
+static ql_status load_begin(ql_dev *dev, uint64_t bytes, ql_pool *pool) {
+    struct cuda_dev *d = cuda(dev);
+    if (!d->arena && cudaMalloc((void **)&d->arena, bytes) == cudaSuccess) {
+        d->arena_bytes = bytes;
+        CU_TRY(dev, cudaMemsetAsync(d->arena, 0, bytes, d->stream), "clearing memory");
+    }
+    cudaGetLastError(); /* where no one piece is free, many may be */
+    return ql_cuda_ring_open(dev, pool);
+}
+
 ql_status ql_cuda_alloc(ql_dev *dev, size_t bytes, const char *what, void **out) {
-    *out = NULL;
+    *out = from_arena(cuda(dev), bytes);
+    if (*out) {
+        return QL_OK;
+    }
     void *ptr = NULL;
     cudaError_t e = cudaMalloc(&ptr, bytes ? bytes : 1);
     if (e != cudaSuccess) {
@@ -101,15 +201,17 @@ ql_status ql_cuda_alloc(ql_dev *dev, size_t bytes, const char *what, void **out)
     return QL_OK;
 }
 
+/* The arena's pieces are given back with the device. */
 void ql_cuda_free(ql_dev *dev, void *ptr) {
-    (void)dev;
-    if (ptr) {
+    const struct cuda_dev *d = cuda(dev);
+    if (ptr && !((uint8_t *)ptr >= d->arena && (uint8_t *)ptr < d->arena + d->arena_bytes)) {
         cudaFree(ptr);
         cudaGetLastError();
     }
 }
 
-ql_status ql_cuda_slot_take(ql_dev *dev, uint8_t **pinned, int *index) {
+/* A pinned slot that no copy is using any more; *index names it. */
+static ql_status slot_take(ql_dev *dev, uint8_t **pinned, int *index) {
     struct cuda_dev *d = cuda(dev);
     if (d->slot_used) { /* the slot that small copies share: close it */
         CU_TRY(dev, cudaEventRecord(d->slot_free[d->slot], d->stream), "copy to device");
@@ -123,14 +225,10 @@ ql_status ql_cuda_slot_take(ql_dev *dev, uint8_t **pinned, int *index) {
     return QL_OK;
 }
 
-ql_status ql_cuda_slot_done(ql_dev *dev, int index) {
-    CU_TRY(dev, cudaEventRecord(cuda(dev)->slot_free[index], cuda(dev)->stream), "copy to device");
-    return QL_OK;
-}
-
 ql_status ql_cuda_h2d(ql_dev *dev, void *dst, const void *src, size_t bytes) {
     struct cuda_dev *d = cuda(dev);
     ql_dev_count(&dev->h2d_bytes, bytes);
+    QL_TRY(start_clock(dev));
     if (bytes <= STAGE_BYTES / 8) { /* small copies fill a slot together */
         if (d->slot_used + bytes > STAGE_BYTES) {
             CU_TRY(dev, cudaEventRecord(d->slot_free[d->slot], d->stream), "copy to device");
@@ -150,11 +248,11 @@ ql_status ql_cuda_h2d(ql_dev *dev, void *dst, const void *src, size_t bytes) {
         size_t n = bytes - done < STAGE_BYTES ? bytes - done : STAGE_BYTES;
         uint8_t *pinned;
         int index;
-        QL_TRY(ql_cuda_slot_take(dev, &pinned, &index));
+        QL_TRY(slot_take(dev, &pinned, &index));
         memcpy(pinned, (const uint8_t *)src + done, n);
         CU_TRY(dev, cudaMemcpyAsync((uint8_t *)dst + done, pinned, n, cudaMemcpyHostToDevice, d->stream),
                "copy to device");
-        QL_TRY(ql_cuda_slot_done(dev, index));
+        CU_TRY(dev, cudaEventRecord(d->slot_free[index], d->stream), "copy to device");
         done += n;
     }
     return QL_OK;
@@ -162,12 +260,14 @@ ql_status ql_cuda_h2d(ql_dev *dev, void *dst, const void *src, size_t bytes) {
 
 ql_status ql_cuda_sync(ql_dev *dev) {
     struct cuda_dev *d = cuda(dev);
+    QL_TRY(stop_clock(dev));
     cudaError_t e = cudaStreamSynchronize(d->stream);
     if (e != cudaSuccess) {
         char what[96];
         snprintf(what, sizeof what, "after %s", d->last_op ? d->last_op : "opening");
         return ql_cuda_fail(dev, e, what);
     }
+    QL_TRY(read_clock(dev));
     for (int i = 0; i < d->n_pending; i++) {
         memcpy(d->pending[i].dst, d->pending[i].src, d->pending[i].bytes);
     }
@@ -351,6 +451,26 @@ static const char *cuda_variant(const ql_dev *dev, int32_t path) {
     return "cuda";
 }
 
+static void version_text(int v, char *out, size_t cap) { snprintf(out, cap, "%d.%d", v / 1000, v % 1000 / 10); }
+
+static void describe(const ql_dev *dev, ql_lane_info *info) {
+    ql_cuda_device d;
+    int v = 0;
+    if (ql_cuda_info(cuda(dev)->ordinal, &d, NULL) != QL_OK) {
+        return;
+    }
+    snprintf(info->name, sizeof info->name, "%s", d.name);
+    snprintf(info->bus, sizeof info->bus, "%08X:%02X:%02X.0", (unsigned)d.pci_domain, (unsigned)d.pci_bus,
+             (unsigned)d.pci_device);
+    snprintf(info->cuda_runtime, sizeof info->cuda_runtime, "%s", ql_cuda_build_version());
+    if (cudaDriverGetVersion(&v) == cudaSuccess) {
+        version_text(v, info->cuda_driver, sizeof info->cuda_driver);
+    }
+    info->memory_bytes = d.total_bytes;
+    info->n_sm = d.n_sm;
+    ql_nvml_describe(info);
+}
+
 /* ---- open and close ---------------------------------------------------------------------------------------------- */
 
 static void cuda_close(ql_dev *dev) {
@@ -361,8 +481,9 @@ static void cuda_close(ql_dev *dev) {
     if (d->stream) {
         cudaStreamSynchronize(d->stream);
     }
-    cudaFree(d->raw);
-    cudaFree(d->bad);
+    close_clock(dev);
+    ql_cuda_ring_close(dev);
+    cudaFree(d->arena);
     cudaFreeHost(d->pinned);
     cudaFreeHost(d->back);
     for (int i = 0; i < STAGE_SLOTS; i++) {
@@ -378,7 +499,9 @@ static void cuda_close(ql_dev *dev) {
     dev->impl = NULL;
 }
 
-static constexpr ql_ops make_table() {
+static ql_status profile(ql_dev *dev);
+
+static constexpr ql_ops make_table(bool timed) {
     ql_ops t{};
     t.name = "cuda";
     t.alloc = ql_cuda_alloc;
@@ -387,13 +510,20 @@ static constexpr ql_ops make_table() {
     t.d2h = cuda_d2h;
     t.zero = cuda_zero;
     t.sync = ql_cuda_sync;
-    t.graph_begin = ql_cuda_capture_begin;
-    t.graph_end = ql_cuda_capture_end;
-    t.graph_launch = ql_cuda_graph_launch;
-    t.graph_free = ql_cuda_graph_free;
+    if (!timed) { /* laps inside a recording would not be there when it is replayed */
+        t.graph_begin = ql_cuda_capture_begin;
+        t.graph_end = ql_cuda_capture_end;
+        t.graph_launch = ql_cuda_graph_launch;
+        t.graph_free = ql_cuda_graph_free;
+    }
+    t.profile = profile;
+    t.lap = lap;
+    t.load_begin = load_begin;
+    t.load_end = ql_cuda_ring_close;
     t.scratch_bytes = cuda_scratch_bytes;
     t.weight_bytes = ql_cuda_weight_bytes;
     t.weight_load = ql_cuda_weight_load;
+    t.weight_same = ql_cuda_weight_same;
     t.weight_crc = ql_cuda_weight_crc;
     t.weight_free = ql_cuda_weight_free;
     t.embed = op_embed;
@@ -410,14 +540,28 @@ static constexpr ql_ops make_table() {
     t.gather_rows = op_gather_rows;
     t.topk = op_topk;
     t.sample = op_sample;
+    t.describe = describe;
+    t.measure = ql_cuda_measure;
     t.variant = cuda_variant;
     t.close = cuda_close;
     return t;
 }
 
-static constexpr ql_ops table = make_table();
+static constexpr ql_ops table = make_table(false), timed_table = make_table(true);
 
 const ql_ops *ql_cuda_ops(void) { return &table; }
+
+static ql_status profile(ql_dev *dev) {
+    void *clock;
+    QL_TRY(ql_alloc(dev->mem, 1, sizeof(struct lap_clock), "the clock of phases", &clock, dev->err));
+    struct lap_clock *k = cuda(dev)->clock = (struct lap_clock *)clock;
+    for (int i = 0; i <= MAX_LAPS; i++) {
+        CU_TRY(dev, cudaEventCreate(&k->at[i]), "timing");
+    }
+    CU_TRY(dev, cudaEventCreate(&k->end), "timing");
+    dev->ops = &timed_table;
+    return QL_OK;
+}
 
 /* "family=cuda,...": the only variant so far. */
 static ql_status check_kernels(const char *text, ql_error *err) {
@@ -445,25 +589,55 @@ static ql_status check_kernels(const char *text, ql_error *err) {
 
 __global__ void probe_kernel(void) {}
 
+void ql_cuda_build_archs(char *out, size_t cap) {
+    static const int archs[] = {__CUDA_ARCH_LIST__};
+    size_t len = 0;
+    out[0] = 0;
+    for (int a : archs) { /* 900 is 9.0 */
+        int n = snprintf(out + len, cap - len, "%s%d.%d", len ? ", " : "", a / 100, a / 10 % 10);
+        len += n > 0 && (size_t)n < cap - len ? (size_t)n : 0;
+    }
+}
+
+/* Makes the context, which is where a GPU that cannot be had shows. */
+static ql_status open_context(ql_dev *dev, const ql_cuda_device *info) {
+    cudaError_t e = cudaSetDevice(cuda(dev)->ordinal);
+    e = e == cudaSuccess ? cudaFree(NULL) : e;
+    cudaFuncAttributes attr;
+    e = e == cudaSuccess ? cudaFuncGetAttributes(&attr, probe_kernel) : e;
+    cudaGetLastError();
+    char archs[128];
+    switch (e) {
+    case cudaSuccess: return QL_OK;
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidKernelImage:
+        ql_cuda_build_archs(archs, sizeof archs);
+        return ql_fail(dev->err, QL_ERR_DEVICE,
+                       "%s has compute capability %d.%d; this build has code for %s: build it with ARCH=%d%d%s",
+                       dev->device, info->major, info->minor, archs, info->major, info->minor,
+                       info->major >= 9 ? "a" : "");
+    case cudaErrorDevicesUnavailable:
+        return ql_fail(dev->err, QL_ERR_DEVICE,
+                       "%s is busy or not available: another program holds it in exclusive compute mode, or it needs a "
+                       "reset (see nvidia-smi)",
+                       dev->device);
+    case cudaErrorMemoryAllocation:
+        return ql_fail(dev->err, QL_ERR_MEMORY,
+                       "%s has no memory left for a context; other programs hold it (see nvidia-smi)", dev->device);
+    default: return ql_cuda_fail(dev, e, "open");
+    }
+}
+
 static ql_status open_device(ql_dev *dev, const ql_cuda_device *info) {
     struct cuda_dev *d = cuda(dev);
-    CU_TRY(dev, cudaSetDevice(d->ordinal), "open");
-    cudaFuncAttributes attr;
-    cudaError_t e = cudaFuncGetAttributes(&attr, probe_kernel);
-    if (e == cudaErrorNoKernelImageForDevice || e == cudaErrorInvalidDeviceFunction) {
-        cudaGetLastError();
-        return ql_fail(dev->err, QL_ERR_DEVICE, "%s: this build has no code for compute capability %d.%d", dev->device,
-                       info->major, info->minor);
-    }
-    CU_TRY(dev, e, "open");
+    QL_TRY(open_context(dev, info));
     CU_TRY(dev, cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking), "open");
     for (int i = 0; i < STAGE_SLOTS; i++) {
         CU_TRY(dev, cudaEventCreateWithFlags(&d->slot_free[i], cudaEventDisableTiming), "open");
     }
     CU_TRY(dev, cudaMallocHost((void **)&d->pinned, STAGE_SLOTS * STAGE_BYTES), "pinned staging memory");
     CU_TRY(dev, cudaMallocHost((void **)&d->back, STAGE_BYTES), "pinned staging memory");
-    CU_TRY(dev, cudaMalloc((void **)&d->raw, STAGE_SLOTS * STAGE_BYTES), "staging memory");
-    CU_TRY(dev, cudaMalloc((void **)&d->bad, sizeof *d->bad), "staging memory");
     return QL_OK;
 }
 

@@ -1,19 +1,21 @@
-/* Weight slices on the device: bytes of the cut go from the mapped file through pinned memory to the device once, where
- * a kernel moves the codes into the fragment layout (layout.h) and looks at each for NaN and infinity.
+/* Weight slices on the device: bytes of the cut go from the file through pinned memory to the device once, where a kernel
+ * moves the codes into the fragment layout (layout.h) and looks at each code and group scale.
  *
- * Scales are few: the host converts and checks them on the way. Reading back undoes the layout, so that the checksum is
- * that of the file's bytes.
+ * A ring of slots carries them. While a model loads the threads of a pool read the file into slots that lie ahead, and the
+ * lane's thread enqueues copy and kernel of one slot after another in the order of the file. Comparing with the file goes
+ * the same way backwards: a kernel undoes the layout, and the pool compares bytes with bytes.
  */
 #include "kernels/cuda/dev.cuh"
 #include "kernels/cuda/layout.h"
-#include "runtime/base/num.h"
+#include "kernels/weight_src.h"
 
+#include <errno.h>
 #include <string.h>
+#include <unistd.h>
 #include <zlib.h>
 
 static int64_t row_tiles(int64_t n) { return ceil_div(n, TILE_ROWS); }
 static int64_t col_tiles(ql_qformat f, int64_t k) { return ceil_div(k, tile_k(f)); }
-static int32_t block_count(int32_t offset, int32_t n) { return (int32_t)ceil_div((int64_t)offset + n, QL_FP8_BLOCK); }
 
 void ql_cuda_weight_bytes(ql_qformat format, int32_t n, int32_t k, int32_t row_off, int32_t col_off,
                           uint64_t *weight_bytes, uint64_t *scale_bytes) {
@@ -27,7 +29,7 @@ void ql_cuda_weight_bytes(ql_qformat format, int32_t n, int32_t k, int32_t row_o
     switch (format) {
     case QL_FORMAT_FP8_CHANNEL: *scale_bytes = 4 * (uint64_t)n; break;
     case QL_FORMAT_FP8_BLOCK:
-        *scale_bytes = 4 * (uint64_t)block_count(row_off, n) * (uint64_t)block_count(col_off, k);
+        *scale_bytes = 4 * (uint64_t)ql_fp8_blocks(row_off, n) * (uint64_t)ql_fp8_blocks(col_off, k);
         break;
     case QL_FORMAT_NVFP4: *scale_bytes = tiles * TILE_SCALE_BYTES; break;
     default: break;
@@ -36,9 +38,17 @@ void ql_cuda_weight_bytes(ql_qformat format, int32_t n, int32_t k, int32_t row_o
 
 /* ---- kernels ----------------------------------------------------------------------------------------------------- */
 
+/* What a weight's kernels saw; atomics of whole numbers, whose order does not matter. */
+struct findings {
+    unsigned long long bad; /* index in the cut of the first code that is no number, or all ones */
+    unsigned most;          /* the largest group scale as a byte */
+};
+
+__global__ void clear_findings(struct findings *f) { *f = findings{~0ull, 0}; }
+
 /* One thread a lane of a tile. raw: rows of row_bytes bytes; tiles of `n_row` rows, a multiple of 16 but at the end. */
 __global__ void repack_codes(const uint8_t *raw, int n_row, int64_t row_bytes, int fp4, int n_col_tile, uint8_t *out,
-                             int64_t row0, int64_t k, unsigned long long *bad) {
+                             int64_t row0, int64_t k, struct findings *found) {
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     int lane = (int)(i & 31);
     int64_t tile = i >> 5;
@@ -55,7 +65,7 @@ __global__ void repack_codes(const uint8_t *raw, int n_row, int64_t row_bytes, i
             if (row < n_row && byte0 + j < row_bytes) {
                 b[j] = raw[row * row_bytes + byte0 + j];
                 if (!fp4 && (b[j] & 0x7f) == 0x7f) {
-                    atomicMin(bad, (unsigned long long)((row0 + row) * k + byte0 + j));
+                    atomicMin(&found->bad, (unsigned long long)((row0 + row) * k + byte0 + j));
                 }
             }
         }
@@ -91,7 +101,8 @@ __global__ void unpack_codes(const uint8_t *tiles, int n_row, int64_t row_bytes,
 }
 
 /* raw: group scales [n_row][n_group] */
-__global__ void repack_scales(const uint8_t *raw, int n_row, int n_group, int n_col_tile, uint8_t *out) {
+__global__ void repack_scales(const uint8_t *raw, int n_row, int n_group, int n_col_tile, uint8_t *out,
+                              struct findings *found) {
     int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     int lane = (int)(i & 31);
     int64_t tile = i >> 5;
@@ -100,26 +111,134 @@ __global__ void repack_scales(const uint8_t *raw, int n_row, int n_group, int n_
         return;
     }
     int64_t group = ct * 4 + (lane & 3);
+    unsigned most = 0;
     for (int h = 0; h < 2; h++) {
         int64_t row = rt * TILE_ROWS + (lane >> 2) + 8 * h;
-        out[2 * i + h] = row < n_row && group < n_group ? raw[row * n_group + group] : 0;
+        uint8_t s = row < n_row && group < n_group ? raw[row * n_group + group] : 0;
+        out[2 * i + h] = s;
+        most = max(most, (unsigned)s);
+    }
+    for (int d = 16; d; d >>= 1) { /* tiles are whole warps */
+        most = max(most, __shfl_xor_sync(0xffffffffu, most, d));
+    }
+    if (lane == 0 && most > found->most) { /* the plain read only spares atomics */
+        atomicMax(&found->most, most);
+    }
+}
+
+__global__ void unpack_scales(const uint8_t *tiles, int n_row, int n_group, int n_col_tile, uint8_t *raw) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    int lane = (int)(i & 31);
+    int64_t tile = i >> 5;
+    int64_t rt = tile / n_col_tile, ct = tile % n_col_tile, group = ct * 4 + (lane & 3);
+    if (rt * TILE_ROWS >= n_row) {
+        return;
+    }
+    for (int h = 0; h < 2; h++) {
+        int64_t row = rt * TILE_ROWS + (lane >> 2) + 8 * h;
+        if (row < n_row && group < n_group) {
+            raw[row * n_group + group] = tiles[2 * i + h];
+        }
     }
 }
 
 /* Plain codes: width 2 or 4 bytes; `mask` are the exponent bits, all ones in NaN and infinity. */
 __global__ void check_plain(const uint8_t *codes, int64_t n, int width, uint32_t mask, int64_t index0,
-                            unsigned long long *bad) {
+                            struct findings *found) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         uint32_t v = width == 2 ? ((const uint16_t *)codes)[i] : ((const uint32_t *)codes)[i];
         if ((v & mask) == mask) {
-            atomicMin(bad, (unsigned long long)(index0 + i));
+            atomicMin(&found->bad, (unsigned long long)(index0 + i));
         }
     }
 }
 
 static unsigned blocks_of(int64_t n) { return (unsigned)ceil_div(n, 256); }
 
-/* ---- rows of a cut ----------------------------------------------------------------------------------------------- */
+/* ---- the ring ---------------------------------------------------------------------------------------------------- */
+
+/* Rows [r0, r1) of a cut, `row_bytes` bytes of each from byte `col` on, in a matrix of `full` bytes a row. */
+struct rows {
+    const ql_weight_src *src;
+    const uint8_t *data;
+    ql_file_place file;
+    int64_t full, col, row_bytes, r0, r1;
+};
+
+struct load_slot {
+    ql_job job; /* first: the pool hands it back */
+    struct rows rows;
+    uint8_t *pinned, *raw;
+    cudaEvent_t copied; /* when the slot's last copy was done */
+    int error;          /* errno of a read; END_OF_FILE */
+    uint64_t error_at;  /* byte in the file */
+    bool same;
+};
+
+struct load_ring {
+    ql_pool *pool;
+    int n_slot;
+    size_t slot_bytes;
+    uint8_t *pinned, *raw;
+    struct findings *found;
+    struct load_slot *slot;
+};
+
+constexpr int END_OF_FILE = -1;
+constexpr int RING_SLOTS = 2, COPIES_IN_FLIGHT = 4; /* RING_SLOTS: without a pool */
+constexpr size_t SLOT_BYTES = 2 << 20, SLOT_BYTES_ALONE = 4 << 20;
+
+void ql_cuda_ring_close(ql_dev *dev) {
+    struct load_ring *g = cuda(dev)->ring;
+    if (!g) {
+        return;
+    }
+    for (int i = 0; i < g->n_slot && g->slot; i++) {
+        if (g->slot[i].copied) {
+            cudaEventDestroy(g->slot[i].copied);
+        }
+    }
+    cudaFree(g->raw);
+    cudaFree(g->found);
+    cudaFreeHost(g->pinned);
+    cudaGetLastError();
+    ql_free(dev->mem, g->slot);
+    ql_free(dev->mem, g);
+    cuda(dev)->ring = NULL;
+}
+
+static ql_status open_ring(ql_dev *dev, struct load_ring *g) {
+    void *slots;
+    QL_TRY(ql_alloc(dev->mem, (size_t)g->n_slot, sizeof *g->slot, "the ring of a load", &slots, dev->err));
+    g->slot = (struct load_slot *)slots;
+    size_t bytes = (size_t)g->n_slot * g->slot_bytes;
+    CU_TRY(dev, cudaMallocHost((void **)&g->pinned, bytes), "pinned memory of a load");
+    CU_TRY(dev, cudaMalloc((void **)&g->raw, bytes), "staging memory of a load");
+    CU_TRY(dev, cudaMalloc((void **)&g->found, sizeof *g->found), "staging memory of a load");
+    for (int i = 0; i < g->n_slot; i++) {
+        g->slot[i].pinned = g->pinned + (size_t)i * g->slot_bytes;
+        g->slot[i].raw = g->raw + (size_t)i * g->slot_bytes;
+        CU_TRY(dev, cudaEventCreateWithFlags(&g->slot[i].copied, cudaEventDisableTiming), "staging memory of a load");
+    }
+    return QL_OK;
+}
+
+ql_status ql_cuda_ring_open(ql_dev *dev, ql_pool *pool) {
+    void *ring;
+    ql_cuda_ring_close(dev);
+    QL_TRY(ql_alloc(dev->mem, 1, sizeof(struct load_ring), "the ring of a load", &ring, dev->err));
+    struct load_ring *g = cuda(dev)->ring = (struct load_ring *)ring;
+    g->pool = pool;
+    g->n_slot = pool ? 2 * ql_pool_threads(pool) + COPIES_IN_FLIGHT : RING_SLOTS;
+    g->slot_bytes = pool ? SLOT_BYTES : SLOT_BYTES_ALONE;
+    ql_status status = open_ring(dev, g);
+    if (status != QL_OK) {
+        ql_cuda_ring_close(dev);
+    }
+    return status;
+}
+
+/* ---- rows of a cut: on the pool's threads -------------------------------------------------------------------------- */
 
 /* Row of the whole matrix that is row r of the cut. */
 static int64_t source_row(const ql_weight_src *src, int64_t r) {
@@ -131,234 +250,342 @@ static int64_t source_row(const ql_weight_src *src, int64_t r) {
     return src->row0[i] + r;
 }
 
-/* Copies rows [r0, r1) of the cut, bytes [col, col + row_bytes) of each, from a matrix of `full` bytes a row. */
-static void copy_rows(const ql_weight_src *src, const uint8_t *data, int64_t full, int64_t col, int64_t row_bytes,
-                      int64_t r0, int64_t r1, uint8_t *out) {
-    for (int64_t r = r0; r < r1;) {
-        int64_t row = source_row(src, r), n = 1;
-        while (r + n < r1 && source_row(src, r + n) == row + n) {
+static bool read_file(struct load_slot *s, uint8_t *out, int64_t at, int64_t bytes) {
+    if (!s->rows.file.fd) {
+        memcpy(out, s->rows.data + at, (size_t)bytes);
+        return true;
+    }
+    uint64_t from = s->rows.file.at + (uint64_t)at;
+    while (bytes > 0) {
+        ssize_t n = pread(s->rows.file.fd, out, (size_t)bytes, (off_t)from);
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            s->error = n < 0 ? errno : END_OF_FILE;
+            s->error_at = from;
+            return false;
+        }
+        out += n;
+        from += (uint64_t)n;
+        bytes -= n;
+    }
+    return true;
+}
+
+/* Calls f(place in the file's tensor, place in the piece, bytes) for the longest runs that lie together in both. */
+template <typename F> static bool each_run(const struct rows *w, F f) {
+    for (int64_t r = w->r0; r < w->r1;) {
+        int64_t row = source_row(w->src, r), n = 1;
+        while (w->row_bytes == w->full && r + n < w->r1 && source_row(w->src, r + n) == row + n) {
             n++;
         }
-        if (row_bytes == full) {
-            memcpy(out, data + row * full, (size_t)(n * full));
-        } else {
-            for (int64_t i = 0; i < n; i++) {
-                memcpy(out + i * row_bytes, data + (row + i) * full + col, (size_t)row_bytes);
-            }
+        if (!f(row * w->full + w->col, (r - w->r0) * w->row_bytes, n * w->row_bytes)) {
+            return false;
         }
-        out += n * row_bytes;
         r += n;
+    }
+    return true;
+}
+
+static void read_job(ql_job *job) {
+    struct load_slot *s = (struct load_slot *)job;
+    each_run(&s->rows,
+             [s](int64_t from, int64_t to, int64_t bytes) { return read_file(s, s->pinned + to, from, bytes); });
+}
+
+/* Compares the slot with the file, a cache's worth at a time. */
+static void compare_job(ql_job *job) {
+    struct load_slot *s = (struct load_slot *)job;
+    s->same = each_run(&s->rows, [s](int64_t from, int64_t to, int64_t bytes) {
+        uint8_t file[32 << 10];
+        for (int64_t at = 0; at < bytes;) {
+            int64_t n = bytes - at < (int64_t)sizeof file ? bytes - at : (int64_t)sizeof file;
+            if (!read_file(s, file, from + at, n) || memcmp(file, s->pinned + to + at, (size_t)n) != 0) {
+                return false;
+            }
+            at += n;
+        }
+        return true;
+    });
+}
+
+/* ---- through the ring: on the lane's thread ------------------------------------------------------------------------ */
+
+static ql_status check_read(ql_dev *dev, const struct load_slot *s) {
+    if (s->error == 0) {
+        return QL_OK;
+    }
+    return ql_fail(dev->err, QL_ERR_MODEL, "%s: cannot read its file at byte %llu: %s", s->rows.src->module,
+                   (unsigned long long)s->error_at,
+                   s->error == END_OF_FILE ? "the file has become shorter" : strerror(s->error));
+}
+
+/* Jobs read what their poster owns: none may be left. */
+static void wait_all(struct load_ring *g) {
+    for (int i = 0; i < g->n_slot; i++) {
+        ql_pool_wait(g->pool, &g->slot[i].job);
     }
 }
 
-/* Calls `place` with file bytes of rows [r0, r1) on the device at `raw`, a few MiB at a time, in order; row counts are
- * multiples of 16 but the last. */
-typedef ql_status (*place_fn)(ql_dev *dev, const ql_weight_src *src, const ql_weight *w, const uint8_t *raw, int64_t r0,
-                              int64_t r1);
-
-static ql_status stream_rows(ql_dev *dev, const ql_weight_src *src, const ql_weight *w, const uint8_t *data,
-                             int64_t full, int64_t col, int64_t row_bytes, place_fn place) {
-    struct cuda_dev *d = cuda(dev);
-    int64_t step = (int64_t)STAGE_BYTES / row_bytes / TILE_ROWS * TILE_ROWS;
-    if (step == 0) {
-        return ql_fail(dev->err, QL_ERR_MODEL, "%s: rows of %lld bytes are longer than %zu", src->module,
-                       (long long)row_bytes, STAGE_BYTES / TILE_ROWS);
+static ql_status prepare(ql_dev *dev, const struct rows *all, int64_t *step) {
+    if (!cuda(dev)->ring) {
+        QL_TRY(ql_cuda_ring_open(dev, NULL));
     }
-    for (int64_t r = 0; r < w->n; r += step) {
-        int64_t end = r + step < w->n ? r + step : w->n, bytes = (end - r) * row_bytes;
-        uint8_t *pinned;
-        int slot;
-        QL_TRY(ql_cuda_slot_take(dev, &pinned, &slot));
-        copy_rows(src, data, full, col, row_bytes, r, end, pinned);
-        uint8_t *raw = d->raw + (size_t)slot * STAGE_BYTES;
-        CU_TRY(dev, cudaMemcpyAsync(raw, pinned, (size_t)bytes, cudaMemcpyHostToDevice, d->stream), src->module);
-        QL_TRY(ql_cuda_slot_done(dev, slot));
-        QL_TRY(place(dev, src, w, raw, r, end));
-        ql_dev_count(&dev->h2d_bytes, (uint64_t)bytes);
+    size_t slot_bytes = cuda(dev)->ring->slot_bytes;
+    *step = (int64_t)slot_bytes / all->row_bytes / TILE_ROWS * TILE_ROWS;
+    if (*step == 0) {
+        return ql_fail(dev->err, QL_ERR_MODEL, "%s: rows of %lld bytes are longer than %zu", all->src->module,
+                       (long long)all->row_bytes, slot_bytes / TILE_ROWS);
     }
     return QL_OK;
 }
 
-static ql_status place_codes(ql_dev *dev, const ql_weight_src *src, const ql_weight *w, const uint8_t *raw, int64_t r0,
-                             int64_t r1) {
+static void post(struct load_ring *g, struct load_slot *s, const struct rows *all, int64_t r0, int64_t step,
+                 void (*run)(ql_job *)) {
+    s->rows = *all;
+    s->rows.r0 = r0;
+    s->rows.r1 = r0 + step < all->r1 ? r0 + step : all->r1;
+    s->error = 0;
+    s->job.run = run;
+    ql_pool_post(g->pool, &s->job);
+}
+
+/* Puts file bytes of rows [r0, r1), which lie on the device at `raw`, where they belong; row counts are multiples of 16
+ * but the last. */
+typedef ql_status (*place_fn)(ql_dev *dev, const ql_weight *w, const uint8_t *raw, int64_t r0, int64_t r1);
+
+static ql_status stream_in(ql_dev *dev, const ql_weight *w, const struct rows *all, place_fn place) {
+    struct cuda_dev *d = cuda(dev);
+    int64_t step;
+    QL_TRY(prepare(dev, all, &step));
+    struct load_ring *g = d->ring;
+    int64_t n = ceil_div(all->r1, step), ahead = g->pool ? g->n_slot - COPIES_IN_FLIGHT : 1;
+    ql_status status = QL_OK;
+    for (int64_t posted = 0, i = 0; i < n && status == QL_OK; i++) {
+        for (; posted < n && posted < i + ahead; posted++) {
+            struct load_slot *s = &g->slot[posted % g->n_slot];
+            cudaError_t e = cudaEventSynchronize(s->copied);
+            if (e != cudaSuccess) {
+                status = ql_cuda_fail(dev, e, all->src->module);
+                break;
+            }
+            post(g, s, all, posted * step, step, read_job);
+        }
+        struct load_slot *s = &g->slot[i % g->n_slot];
+        if (status == QL_OK) {
+            ql_pool_wait(g->pool, &s->job);
+            ql_dev_count(&dev->progress, 1);
+            status = check_read(dev, s);
+        }
+        if (status == QL_OK) {
+            size_t bytes = (size_t)((s->rows.r1 - s->rows.r0) * all->row_bytes);
+            cudaError_t e = cudaMemcpyAsync(s->raw, s->pinned, bytes, cudaMemcpyHostToDevice, d->stream);
+            e = e == cudaSuccess ? cudaEventRecord(s->copied, d->stream) : e;
+            status = e == cudaSuccess ? place(dev, w, s->raw, s->rows.r0, s->rows.r1)
+                                      : ql_cuda_fail(dev, e, all->src->module);
+            ql_dev_count(&dev->h2d_bytes, bytes);
+        }
+    }
+    wait_all(g);
+    return status;
+}
+
+/* The other way: `fetch` enqueues what leaves rows [r0, r1) as the file has them, on the device, and says where. */
+typedef ql_status (*fetch_fn)(ql_dev *dev, const ql_weight *w, uint8_t *raw, int64_t r0, int64_t r1,
+                              const uint8_t **from);
+
+static ql_status fetch_slot(ql_dev *dev, const ql_weight *w, struct load_slot *s, int64_t row_bytes, int64_t r0,
+                            int64_t r1, fetch_fn fetch) {
+    const uint8_t *from;
+    QL_TRY(fetch(dev, w, s->raw, r0, r1, &from));
+    size_t bytes = (size_t)((r1 - r0) * row_bytes);
+    CU_TRY(dev, cudaMemcpyAsync(s->pinned, from, bytes, cudaMemcpyDeviceToHost, cuda(dev)->stream),
+           "reading weights back");
+    CU_TRY(dev, cudaEventRecord(s->copied, cuda(dev)->stream), "reading weights back");
+    ql_dev_count(&dev->d2h_bytes, bytes);
+    return QL_OK;
+}
+
+/* Compares a whole cut with the file. */
+static ql_status stream_back(ql_dev *dev, const ql_weight *w, const struct rows *all, fetch_fn fetch, bool *same) {
+    int64_t step;
+    QL_TRY(prepare(dev, all, &step));
+    struct load_ring *g = cuda(dev)->ring;
+    int64_t n = ceil_div(all->r1, step), ahead = g->pool ? COPIES_IN_FLIGHT : 1;
+    ql_status status = QL_OK;
+    *same = true;
+    for (int64_t fetched = 0, i = 0; i < n && status == QL_OK; i++) {
+        for (; fetched < n && fetched < i + ahead && status == QL_OK; fetched++) {
+            struct load_slot *s = &g->slot[fetched % g->n_slot];
+            int64_t r0 = fetched * step;
+            if (fetched >= g->n_slot) {
+                ql_pool_wait(g->pool, &s->job);
+                *same = *same && s->same;
+                status = check_read(dev, s);
+            }
+            if (status == QL_OK) {
+                status = fetch_slot(dev, w, s, all->row_bytes, r0, r0 + step < all->r1 ? r0 + step : all->r1, fetch);
+            }
+        }
+        struct load_slot *s = &g->slot[i % g->n_slot];
+        if (status == QL_OK) {
+            cudaError_t e = cudaEventSynchronize(s->copied);
+            status = e == cudaSuccess ? QL_OK : ql_cuda_fail(dev, e, "reading weights back");
+        }
+        if (status == QL_OK) {
+            ql_dev_count(&dev->progress, 1);
+            post(g, s, all, i * step, step, compare_job);
+        }
+    }
+    wait_all(g);
+    for (int64_t i = n > g->n_slot ? n - g->n_slot : 0; i < n && status == QL_OK; i++) {
+        const struct load_slot *s = &g->slot[i % g->n_slot];
+        *same = *same && s->same;
+        status = check_read(dev, s);
+    }
+    return status;
+}
+
+/* ---- codes --------------------------------------------------------------------------------------------------------- */
+
+static struct rows code_rows(const ql_weight_src *src) {
+    return rows{src,
+                src->data,
+                src->data_file,
+                ql_qformat_row_bytes(src->format, src->full_k),
+                ql_qformat_row_bytes(src->format, src->col0),
+                ql_qformat_row_bytes(src->format, src->k),
+                0,
+                src->n};
+}
+
+static ql_status place_codes(ql_dev *dev, const ql_weight *w, const uint8_t *raw, int64_t r0, int64_t r1) {
     struct cuda_dev *d = cuda(dev);
     int64_t row_bytes = ql_qformat_row_bytes(w->format, w->k);
     if (is_plain(w->format)) {
         uint8_t *out = (uint8_t *)w->data + r0 * row_bytes;
         CU_TRY(dev, cudaMemcpyAsync(out, raw, (size_t)((r1 - r0) * row_bytes), cudaMemcpyDeviceToDevice, d->stream),
-               src->module);
+               "placing plain weights");
         int width = w->format == QL_FORMAT_F32 ? 4 : 2;
         uint32_t mask = w->format == QL_FORMAT_F32 ? 0x7f800000u : w->format == QL_FORMAT_F16 ? 0x7c00u : 0x7f80u;
         int64_t n = (r1 - r0) * w->k;
         check_plain<<<blocks_of(n) < 1024 ? blocks_of(n) : 1024, 256, 0, d->stream>>>(out, n, width, mask, r0 * w->k,
-                                                                                      d->bad);
+                                                                                      d->ring->found);
         return launched(dev, "check of plain weights");
     }
     int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
     repack_codes<<<blocks_of(n), 256, 0, d->stream>>>(raw, (int)(r1 - r0), row_bytes, w->format == QL_FORMAT_NVFP4,
                                                       (int)ct, (uint8_t *)w->data + r0 / TILE_ROWS * ct * TILE_BYTES,
-                                                      r0, w->k, d->bad);
+                                                      r0, w->k, d->ring->found);
     return launched(dev, "repacking");
 }
 
-static ql_status place_scales(ql_dev *dev, const ql_weight_src *src, const ql_weight *w, const uint8_t *raw, int64_t r0,
-                              int64_t r1) {
-    (void)src;
+static ql_status fetch_codes(ql_dev *dev, const ql_weight *w, uint8_t *raw, int64_t r0, int64_t r1,
+                             const uint8_t **from) {
+    int64_t row_bytes = ql_qformat_row_bytes(w->format, w->k);
+    if (is_plain(w->format)) {
+        *from = (const uint8_t *)w->data + r0 * row_bytes;
+        return QL_OK;
+    }
     int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
-    repack_scales<<<blocks_of(n), 256, 0, cuda(dev)->stream>>>(raw, (int)(r1 - r0), w->k / QL_NVFP4_GROUP, (int)ct,
-                                                               (uint8_t *)w->scale +
-                                                                   r0 / TILE_ROWS * ct * TILE_SCALE_BYTES);
+    unpack_codes<<<blocks_of(n), 256, 0, cuda(dev)->stream>>>(
+        (const uint8_t *)w->data + r0 / TILE_ROWS * ct * TILE_BYTES, (int)(r1 - r0), row_bytes,
+        w->format == QL_FORMAT_NVFP4, (int)ct, raw);
+    *from = raw;
+    return launched(dev, "reading weights back");
+}
+
+/* ---- scales ---------------------------------------------------------------------------------------------------------- */
+
+static struct rows scale_rows(const ql_weight_src *src) {
+    return rows{src,
+                src->scale,
+                src->scale_file,
+                src->full_k / QL_NVFP4_GROUP,
+                src->col0 / QL_NVFP4_GROUP,
+                src->k / QL_NVFP4_GROUP,
+                0,
+                src->n};
+}
+
+static ql_status place_scales(ql_dev *dev, const ql_weight *w, const uint8_t *raw, int64_t r0, int64_t r1) {
+    int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
+    repack_scales<<<blocks_of(n), 256, 0, cuda(dev)->stream>>>(
+        raw, (int)(r1 - r0), w->k / QL_NVFP4_GROUP, (int)ct,
+        (uint8_t *)w->scale + r0 / TILE_ROWS * ct * TILE_SCALE_BYTES, cuda(dev)->ring->found);
     return launched(dev, "repacking of scales");
 }
 
-/* ---- checks ------------------------------------------------------------------------------------------------------ */
-
-static ql_status bad_code(ql_dev *dev, const ql_weight_src *src, uint64_t index) {
-    int64_t row = source_row(src, (int64_t)(index / (uint64_t)src->k)),
-            col = src->col0 + (int64_t)(index % (uint64_t)src->k);
-    int64_t width = ql_qformat_row_bytes(src->format, 1);
-    uint32_t code = 0;
-    memcpy(&code, src->data + row * ql_qformat_row_bytes(src->format, src->full_k) + col * width, (size_t)width);
-    return ql_fail(dev->err, QL_ERR_MODEL, "%s: weight at row %lld, column %lld is %s (0x%0*x)", src->module,
-                   (long long)row, (long long)col, is_fp8(src->format) ? "an E4M3 NaN" : "not a finite number",
-                   (int)(2 * width), code);
+static ql_status fetch_scales(ql_dev *dev, const ql_weight *w, uint8_t *raw, int64_t r0, int64_t r1,
+                              const uint8_t **from) {
+    int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
+    unpack_scales<<<blocks_of(n), 256, 0, cuda(dev)->stream>>>((const uint8_t *)w->scale +
+                                                                   r0 / TILE_ROWS * ct * TILE_SCALE_BYTES,
+                                                               (int)(r1 - r0), w->k / QL_NVFP4_GROUP, (int)ct, raw);
+    *from = raw;
+    return launched(dev, "reading scales back");
 }
 
-static ql_status check_scale(ql_dev *dev, const ql_weight_src *src, float v, int64_t row, int64_t col) {
-    if (isfinite(v) && v > 0) {
-        return QL_OK;
-    }
-    return ql_fail(dev->err, QL_ERR_MODEL,
-                   "%s: scale at row %lld, column %lld is %g; scales must be finite and above 0", src->module,
-                   (long long)row, (long long)col, (double)v);
-}
+static bool has_f32_scales(ql_qformat f) { return f == QL_FORMAT_FP8_CHANNEL || f == QL_FORMAT_FP8_BLOCK; }
 
-/* Facts that the loader has established; a violation is a mistake of ours. */
-static ql_status check_src(ql_dev *dev, const ql_weight_src *src) {
-    int64_t n = 0;
-    bool ok = src->n > 0 && src->k > 0 && src->n_range >= 1 && src->n_range <= 3 && src->col0 >= 0 &&
-              (int64_t)src->col0 + src->k <= src->full_k && src->data && src->format < QL_FORMAT_COUNT;
-    for (int32_t i = 0; ok && i < src->n_range; i++) {
-        int32_t a = src->row0[i], b = src->row1[i];
-        ok = a >= (i ? src->row1[i - 1] : 0) && b > a && b <= src->full_n;
-        if (ok && src->format == QL_FORMAT_FP8_BLOCK && src->n_range > 1) {
-            ok = a % QL_FP8_BLOCK == 0 && (b % QL_FP8_BLOCK == 0 || b == src->full_n);
-        }
-        n += b - a;
+/* FP8_CHANNEL and FP8_BLOCK: few; the host converts and checks them. Compares where `same` is not NULL, else loads. */
+static ql_status f32_scales(ql_dev *dev, const ql_weight_src *src, ql_weight *w, bool *same) {
+    void *want, *got = NULL;
+    size_t bytes = (size_t)w->scale_bytes;
+    QL_TRY(ql_alloc(dev->mem, bytes, 1, src->module, &want, dev->err));
+    ql_status status = ql_weight_src_f32_scales(src, w, (float *)want, dev->err);
+    if (status == QL_OK && !same) {
+        status = ql_cuda_h2d(dev, w->scale, want, bytes);
+    } else if (status == QL_OK) {
+        status = ql_alloc(dev->mem, bytes, 1, src->module, &got, dev->err);
+        status = status == QL_OK ? dev->ops->d2h(dev, got, w->scale, bytes) : status;
+        status = status == QL_OK ? ql_cuda_sync(dev) : status;
+        *same = status == QL_OK && memcmp(got, want, bytes) == 0;
     }
-    ok = ok && n == src->n;
-    if (ok && src->format == QL_FORMAT_NVFP4) {
-        ok = src->scale && src->scale_dtype == QL_DTYPE_F8_E4M3 && src->col0 % QL_NVFP4_GROUP == 0 &&
-             src->k % QL_NVFP4_GROUP == 0 && src->full_k % QL_NVFP4_GROUP == 0;
-    } else if (ok && (src->format == QL_FORMAT_FP8_CHANNEL || src->format == QL_FORMAT_FP8_BLOCK)) {
-        ok = src->scale && ql_dtype_is_plain(src->scale_dtype);
-    }
-    return ok ? QL_OK
-              : ql_fail(dev->err, QL_ERR_INTERNAL,
-                        "%s: a cut of %d x %d from column %d does not fit a %s matrix of %d x %d", src->module, src->n,
-                        src->k, src->col0, ql_qformat_name(src->format), src->full_n, src->full_k);
-}
-
-/* ---- scales ------------------------------------------------------------------------------------------------------ */
-
-/* FP8_CHANNEL and FP8_BLOCK: converted to f32 on the host, then copied. */
-static ql_status load_f32_scales(ql_dev *dev, const ql_weight_src *src, ql_weight *w) {
-    bool blocks = src->format == QL_FORMAT_FP8_BLOCK;
-    int64_t size = ql_dtype_bits(src->scale_dtype) / 8, unit = blocks ? QL_FP8_BLOCK : 1;
-    int64_t n_col = blocks ? block_count(w->col_off, w->k) : 1, full = blocks ? block_count(0, src->full_k) : 1;
-    int64_t col = blocks ? src->col0 / QL_FP8_BLOCK : 0;
-    float most = 0, *host;
-    void *ptr;
-    QL_TRY(ql_alloc(dev->mem, w->scale_bytes, 1, src->module, &ptr, dev->err));
-    host = (float *)ptr;
-    ql_status status = QL_OK;
-    float *out = host;
-    for (int32_t i = 0; i < src->n_range && status == QL_OK; i++) {
-        for (int64_t row = src->row0[i] / unit; row < ceil_div(src->row1[i], unit) && status == QL_OK;
-             row++, out += n_col) {
-            ql_dtype_to_f32(src->scale_dtype, src->scale + size * (row * full + col), n_col, out);
-            for (int64_t j = 0; j < n_col && status == QL_OK; j++) {
-                status = check_scale(dev, src, out[j], row, col + j);
-                most = fmaxf(most, out[j]);
-            }
-        }
-    }
-    if (status == QL_OK) {
-        status = ql_cuda_h2d(dev, w->scale, host, w->scale_bytes);
-    }
-    ql_free(dev->mem, host);
-    w->max_abs = 448.0f * most;
+    ql_free(dev->mem, want);
+    ql_free(dev->mem, got);
     return status;
 }
 
-static ql_status load_group_scales(ql_dev *dev, const ql_weight_src *src, ql_weight *w) {
-    int64_t n_group = src->k / QL_NVFP4_GROUP, full = src->full_k / QL_NVFP4_GROUP, group0 = src->col0 / QL_NVFP4_GROUP;
-    uint8_t most = 0;
-    for (int32_t i = 0; i < src->n_range; i++) {
-        for (int64_t row = src->row0[i]; row < src->row1[i]; row++) {
-            const uint8_t *s = src->scale + row * full + group0;
-            for (int64_t j = 0; j < n_group; j++) {
-                if (s[j] > 0x7e) { /* a sign bit or NaN; zero is legal: an all-zero group */
-                    return ql_fail(dev->err, QL_ERR_MODEL,
-                                   "%s: group scale at row %lld, columns %lld to %lld is %s (0x%02x); it must be an "
-                                   "E4M3 number without sign",
-                                   src->module, (long long)row, (long long)(16 * (group0 + j)),
-                                   (long long)(16 * (group0 + j) + 15), ql_e4m3_is_nan(s[j]) ? "NaN" : "negative",
-                                   s[j]);
-                }
-                most = s[j] > most ? s[j] : most; /* codes without sign rise with their value */
-            }
-        }
-    }
-    w->max_abs = 6.0f * ql_f32_of_e4m3(most) * src->factor;
-    return stream_rows(dev, src, w, src->scale, full, group0, n_group, place_scales);
-}
+/* ---- load ------------------------------------------------------------------------------------------------------------ */
 
-/* ---- load -------------------------------------------------------------------------------------------------------- */
-
-static ql_status load_codes(ql_dev *dev, const ql_weight_src *src, ql_weight *w) {
+static ql_status load(ql_dev *dev, const ql_weight_src *src, ql_weight *w) {
     struct cuda_dev *d = cuda(dev);
-    CU_TRY(dev, cudaMemsetAsync(d->bad, 0xff, sizeof *d->bad, d->stream), src->module);
-    QL_TRY(stream_rows(dev, src, w, src->data, ql_qformat_row_bytes(src->format, src->full_k),
-                       ql_qformat_row_bytes(src->format, src->col0), ql_qformat_row_bytes(src->format, src->k),
-                       place_codes));
-    unsigned long long bad = 0;
-    QL_TRY(dev->ops->d2h(dev, &bad, d->bad, sizeof bad));
+    if (!d->ring) {
+        QL_TRY(ql_cuda_ring_open(dev, NULL));
+    }
+    clear_findings<<<1, 1, 0, d->stream>>>(d->ring->found);
+    QL_TRY(launched(dev, "loading"));
+    QL_TRY(ql_cuda_alloc(dev, (size_t)w->weight_bytes, src->module, &w->data));
+    if (w->scale_bytes) {
+        QL_TRY(ql_cuda_alloc(dev, (size_t)w->scale_bytes, src->module, &w->scale));
+    }
+    struct rows codes = code_rows(src), scales = scale_rows(src);
+    if (has_f32_scales(w->format)) {
+        QL_TRY(f32_scales(dev, src, w, NULL));
+    } else if (w->format == QL_FORMAT_NVFP4) {
+        QL_TRY(stream_in(dev, w, &scales, place_scales));
+    }
+    QL_TRY(stream_in(dev, w, &codes, place_codes));
+    struct findings found;
+    QL_TRY(dev->ops->d2h(dev, &found, d->ring->found, sizeof found));
     QL_TRY(ql_cuda_sync(dev));
-    return bad == ~0ull ? QL_OK : bad_code(dev, src, bad);
+    if (w->format == QL_FORMAT_NVFP4) {
+        QL_TRY(ql_weight_src_group_max(src, w, (uint8_t)found.most, dev->err));
+    }
+    if (found.bad != ~0ull) {
+        return ql_weight_src_bad_code(src, source_row(src, (int64_t)(found.bad / (uint64_t)src->k)),
+                                      src->col0 + (int64_t)(found.bad % (uint64_t)src->k), dev->err);
+    }
+    return QL_OK;
 }
 
 ql_status ql_cuda_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *out) {
-    QL_TRY(check_src(dev, src));
-    bool has_factor = src->format == QL_FORMAT_FP8_TENSOR || src->format == QL_FORMAT_NVFP4;
-    if (has_factor && !(isfinite(src->factor) && src->factor > 0)) {
-        return ql_fail(dev->err, QL_ERR_MODEL, "%s: tensor scale is %g; scales must be finite and above 0", src->module,
-                       (double)src->factor);
-    }
-    ql_weight w{};
-    w.format = src->format;
-    w.n = src->n;
-    w.k = src->k;
-    w.factor = has_factor ? src->factor : 1.0f;
-    if (src->format == QL_FORMAT_FP8_BLOCK) {
-        w.row_off = src->row0[0] % QL_FP8_BLOCK;
-        w.col_off = src->col0 % QL_FP8_BLOCK;
-    }
+    ql_weight w;
+    QL_TRY(ql_weight_src_begin(src, &w, dev->err));
     ql_cuda_weight_bytes(w.format, w.n, w.k, w.row_off, w.col_off, &w.weight_bytes, &w.scale_bytes);
-    ql_status status = ql_cuda_alloc(dev, (size_t)w.weight_bytes, src->module, &w.data);
-    if (status == QL_OK && w.scale_bytes) {
-        status = ql_cuda_alloc(dev, (size_t)w.scale_bytes, src->module, &w.scale);
-    }
-    if (status == QL_OK && (w.format == QL_FORMAT_FP8_CHANNEL || w.format == QL_FORMAT_FP8_BLOCK)) {
-        status = load_f32_scales(dev, src, &w);
-    } else if (status == QL_OK && w.format == QL_FORMAT_NVFP4) {
-        status = load_group_scales(dev, src, &w);
-    } else if (w.format == QL_FORMAT_FP8_TENSOR) {
-        w.max_abs = 448.0f * w.factor;
-    }
-    if (status == QL_OK) {
-        status = load_codes(dev, src, &w);
-    }
+    ql_status status = load(dev, src, &w);
     if (status != QL_OK) {
         ql_cuda_weight_free(dev, &w);
         return status;
@@ -367,29 +594,41 @@ ql_status ql_cuda_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *
     return QL_OK;
 }
 
+ql_status ql_cuda_weight_same(ql_dev *dev, const ql_weight *w, const ql_weight_src *src, const char **differs) {
+    struct rows codes = code_rows(src), scales = scale_rows(src);
+    bool same;
+    *differs = NULL;
+    QL_TRY(stream_back(dev, w, &codes, fetch_codes, &same));
+    if (!same) {
+        *differs = "codes";
+        return QL_OK;
+    }
+    if (w->format == QL_FORMAT_NVFP4) {
+        QL_TRY(stream_back(dev, w, &scales, fetch_scales, &same));
+    } else if (has_f32_scales(w->format)) {
+        ql_weight copy = *w;
+        QL_TRY(f32_scales(dev, src, &copy, &same));
+    }
+    *differs = same ? NULL : "scales";
+    return QL_OK;
+}
+
 ql_status ql_cuda_weight_crc(ql_dev *dev, const ql_weight *w, uint32_t *crc) {
-    struct cuda_dev *d = cuda(dev);
-    int64_t row_bytes = ql_qformat_row_bytes(w->format, w->k),
-            step = (int64_t)STAGE_BYTES / row_bytes / TILE_ROWS * TILE_ROWS;
+    ql_weight_src src = {}; /* only its shape is asked for */
+    src.module = "a weight";
+    src.n = w->n;
+    struct rows all = code_rows(&src);
+    all.row_bytes = ql_qformat_row_bytes(w->format, w->k);
+    int64_t step;
+    QL_TRY(prepare(dev, &all, &step));
+    struct load_slot *s = &cuda(dev)->ring->slot[0];
     uLong sum = crc32_z(0, NULL, 0);
-    ql_dev_count(&dev->progress, 1);
     for (int64_t r = 0; r < w->n; r += step) {
-        int64_t end = r + step < w->n ? r + step : w->n, bytes = (end - r) * row_bytes;
-        const uint8_t *from = (const uint8_t *)w->data + r * row_bytes;
-        if (!is_plain(w->format)) {
-            int64_t ct = col_tiles(w->format, w->k), n = row_tiles(end - r) * ct * 32;
-            unpack_codes<<<blocks_of(n), 256, 0, d->stream>>>(
-                (const uint8_t *)w->data + r / TILE_ROWS * ct * TILE_BYTES, (int)(end - r), row_bytes,
-                w->format == QL_FORMAT_NVFP4, (int)ct, d->raw);
-            QL_TRY(launched(dev, "reading weights back"));
-            from = d->raw;
-        }
-        QL_TRY(ql_cuda_sync(dev)); /* the return buffer is ours alone from here to the next sync */
-        CU_TRY(dev, cudaMemcpyAsync(d->back, from, (size_t)bytes, cudaMemcpyDeviceToHost, d->stream),
-               "reading weights back");
-        CU_TRY(dev, cudaStreamSynchronize(d->stream), "reading weights back");
-        ql_dev_count(&dev->d2h_bytes, (uint64_t)bytes);
-        sum = crc32_z(sum, d->back, (size_t)bytes);
+        int64_t end = r + step < w->n ? r + step : w->n;
+        ql_dev_count(&dev->progress, 1);
+        QL_TRY(fetch_slot(dev, w, s, all.row_bytes, r, end, fetch_codes));
+        QL_TRY(ql_cuda_sync(dev));
+        sum = crc32_z(sum, s->pinned, (size_t)((end - r) * all.row_bytes));
     }
     *crc = (uint32_t)sum;
     return QL_OK;

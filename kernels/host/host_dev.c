@@ -8,6 +8,7 @@
 #include "kernels/host/host_ops.h"
 
 #include "runtime/base/mem.h"
+#include "runtime/base/thread.h"
 
 #include <stdbool.h>
 #include <stdio.h>
@@ -349,6 +350,50 @@ static const char *host_variant(const ql_dev *dev, int32_t path) {
     }
 }
 
+static void host_describe(const ql_dev *dev, ql_lane_info *info) {
+    (void)dev;
+    FILE *f = fopen("/proc/cpuinfo", "r");
+    char line[256];
+    while (f && fgets(line, sizeof line, f)) {
+        const char *name = strncmp(line, "model name", 10) == 0 ? strchr(line, ':') : NULL;
+        if (name) {
+            snprintf(info->name, sizeof info->name, "%.*s", (int)strcspn(name + 2, "\n"), name + 2);
+            break;
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+}
+
+/* Reads more than caches hold, the best of a few times. */
+static ql_status host_measure(ql_dev *dev, double *bytes_per_s) {
+    enum { BYTES = 128 << 20, READS = 4 };
+    void *p;
+    *bytes_per_s = 0;
+    QL_TRY(ql_host_alloc(dev, BYTES, "a measurement", &p));
+    memset(p, 1, BYTES); /* pages that were never written are all the same one */
+    volatile uint64_t sink = 0;
+    for (int32_t i = 0; i < READS; i++) {
+        const uint64_t *v = p;
+        uint64_t sum[4] = {0};
+        int64_t t0 = ql_now_ns();
+        for (size_t j = 0; j < BYTES / sizeof *v; j += 4) {
+            sum[0] += v[j];
+            sum[1] += v[j + 1];
+            sum[2] += v[j + 2];
+            sum[3] += v[j + 3];
+        }
+        double rate = BYTES / ql_seconds_since(t0);
+        sink += sum[0] + sum[1] + sum[2] + sum[3];
+        *bytes_per_s = rate > *bytes_per_s ? rate : *bytes_per_s;
+        ql_dev_count(&dev->progress, 1);
+    }
+    (void)sink;
+    ql_host_free(dev, p);
+    return QL_OK;
+}
+
 /* ---- open and close ---------------------------------------------------------------------------------------------- */
 
 static void host_close(ql_dev *dev) {
@@ -367,6 +412,7 @@ static const ql_ops table = {
     .scratch_bytes = host_scratch_bytes,
     .weight_bytes = ql_host_weight_bytes,
     .weight_load = ql_host_weight_load,
+    .weight_same = ql_host_weight_same,
     .weight_crc = ql_host_weight_crc,
     .weight_free = ql_host_weight_free,
     .embed = host_embed,
@@ -383,6 +429,8 @@ static const ql_ops table = {
     .gather_rows = host_gather_rows,
     .topk = host_topk,
     .sample = host_sample,
+    .describe = host_describe,
+    .measure = host_measure,
     .variant = host_variant,
     .close = host_close,
 };

@@ -41,6 +41,7 @@ ql_status ql_attention_avx512(ql_dev *dev, const ql_attention_args *a);
 void ql_host_weight_bytes(ql_qformat format, int32_t n, int32_t k, int32_t row_off, int32_t col_off,
                           uint64_t *weight_bytes, uint64_t *scale_bytes);
 ql_status ql_host_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *out);
+ql_status ql_host_weight_same(ql_dev *dev, const ql_weight *w, const ql_weight_src *src, const char **differs);
 ql_status ql_host_weight_crc(ql_dev *dev, const ql_weight *w, uint32_t *crc);
 void ql_host_weight_free(ql_dev *dev, ql_weight *w);
 

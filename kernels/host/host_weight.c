@@ -59,7 +59,7 @@ static ql_status check_codes(ql_dev *dev, const ql_weight_src *src, const uint8_
     case QL_FORMAT_NVFP4: break; /* every code is a number */
     default: at = find_all_ones(p, src->k, 1, 0x7fu); break;
     }
-    return at < 0 ? QL_OK : ql_weight_src_bad_code(dev, src, row, src->col0 + at);
+    return at < 0 ? QL_OK : ql_weight_src_bad_code(src, row, src->col0 + at, dev->err);
 }
 
 /* ---- load -------------------------------------------------------------------------------------------------------- */
@@ -80,14 +80,14 @@ static ql_status load_codes(ql_dev *dev, const ql_weight_src *src, ql_weight *w)
 ql_status ql_host_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *out) {
     ql_weight w;
     ql_status status;
-    QL_TRY(ql_weight_src_begin(dev, src, &w));
+    QL_TRY(ql_weight_src_begin(src, &w, dev->err));
     ql_host_weight_bytes(w.format, w.n, w.k, w.row_off, w.col_off, &w.weight_bytes, &w.scale_bytes);
     QL_TRY_GOTO(ql_host_alloc(dev, (size_t)w.weight_bytes, src->module, &w.data), fail);
     QL_TRY_GOTO(load_codes(dev, src, &w), fail);
     if (w.scale_bytes) {
         QL_TRY_GOTO(ql_host_alloc(dev, (size_t)w.scale_bytes, src->module, &w.scale), fail);
-        QL_TRY_GOTO(w.format == QL_FORMAT_NVFP4 ? ql_weight_src_group_scales(dev, src, &w, w.scale)
-                                                : ql_weight_src_f32_scales(dev, src, &w, w.scale),
+        QL_TRY_GOTO(w.format == QL_FORMAT_NVFP4 ? ql_weight_src_group_scales(src, &w, w.scale, dev->err)
+                                                : ql_weight_src_f32_scales(src, &w, w.scale, dev->err),
                     fail);
     }
     ql_dev_count(&dev->h2d_bytes, w.weight_bytes + w.scale_bytes);
@@ -96,6 +96,46 @@ ql_status ql_host_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *
 fail:
     ql_host_weight_free(dev, &w);
     return status;
+}
+
+static bool same_rows(const ql_weight_src *src, const uint8_t *data, int64_t full, int64_t col, int64_t row_bytes,
+                      const uint8_t *held) {
+    for (int32_t i = 0; i < src->n_range; i++) {
+        for (int32_t row = src->row0[i]; row < src->row1[i]; row++, held += row_bytes) {
+            if (memcmp(held, data + row * full + col, (size_t)row_bytes) != 0) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+static ql_status same_f32_scales(ql_dev *dev, const ql_weight *w, const ql_weight_src *src, bool *same) {
+    ql_weight copy = *w;
+    void *want;
+    QL_TRY(ql_host_alloc(dev, (size_t)w->scale_bytes, src->module, &want));
+    ql_status status = ql_weight_src_f32_scales(src, &copy, want, dev->err);
+    *same = status == QL_OK && memcmp(want, w->scale, (size_t)w->scale_bytes) == 0;
+    ql_host_free(dev, want);
+    return status;
+}
+
+ql_status ql_host_weight_same(ql_dev *dev, const ql_weight *w, const ql_weight_src *src, const char **differs) {
+    bool same = true;
+    ql_dev_count(&dev->progress, 1);
+    *differs = "codes";
+    if (!same_rows(src, src->data, ql_qformat_row_bytes(src->format, src->full_k),
+                   ql_qformat_row_bytes(src->format, src->col0), ql_qformat_row_bytes(src->format, src->k), w->data)) {
+        return QL_OK;
+    }
+    if (w->format == QL_FORMAT_NVFP4) {
+        same = same_rows(src, src->scale, src->full_k / QL_NVFP4_GROUP, src->col0 / QL_NVFP4_GROUP,
+                         src->k / QL_NVFP4_GROUP, w->scale);
+    } else if (w->scale_bytes) {
+        QL_TRY(same_f32_scales(dev, w, src, &same));
+    }
+    *differs = same ? NULL : "scales";
+    return QL_OK;
 }
 
 ql_status ql_host_weight_crc(ql_dev *dev, const ql_weight *w, uint32_t *crc) {

@@ -61,7 +61,7 @@ typedef struct job {
 
 static ql_status open_lane(ql_lane *lane, void *arg) {
     job *j = arg;
-    return ql_devices_open_lane(&j->devices, j->options.kernels, lane);
+    return ql_devices_open_lane(&j->devices, &j->options, lane);
 }
 
 static ql_status open_model(ql_lane *lane, void *arg) {
@@ -70,7 +70,7 @@ static ql_status open_model(ql_lane *lane, void *arg) {
     ql_shard shard;
     QL_TRY(ql_shard_init(&shard, &ckpt->config, j->devices.n_lane, lane->index, &lane->err));
     return ql_model_open(&j->model[lane->index], ckpt, &shard, &j->limits, &lane->dev, &lane->comm, NULL, j->allowed,
-                         NULL, NULL, &lane->err);
+                         NULL, NULL, NULL, &lane->err);
 }
 
 static void close_lane(ql_lane *lane) {

@@ -127,7 +127,7 @@ static void print_text(const plan *p) {
     print_bytes_row(of, "KV cache", FIELD(kv_bytes));
     print_bytes_row(of, "recurrent state", FIELD(state_bytes));
     print_bytes_row(of, "workspace", FIELD(workspace_bytes));
-    print_bytes_row(of, "device context", FIELD(context_bytes));
+    print_bytes_row(of, "context (estimated)", FIELD(context_bytes));
     print_bytes_row(of, "total", FIELD(total_bytes));
     putchar('\n');
     print_range_row(of, "query heads", FIELD(q_head0));

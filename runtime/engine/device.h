@@ -22,18 +22,28 @@ ql_status ql_devices_of_plan(ql_devices *devices, const ql_options *options, ql_
 /* Device memory of one lane's collectives, for vectors of at most max_bytes. */
 uint64_t ql_devices_comm_bytes(const ql_devices *devices, size_t max_bytes);
 
+/* About what the driver takes on each GPU beside what a lane asks for: context, code, NCCL. 0 for host lanes. */
+uint64_t ql_devices_context_bytes(const ql_devices *devices);
+
 /* On the caller's thread: opens what all lanes share. */
 ql_status ql_devices_open(ql_devices *devices, const ql_options *options, ql_lane_group *lanes, size_t max_bytes,
                           ql_error *err);
 
 /* On each lane's thread. */
-ql_status ql_devices_open_lane(ql_devices *devices, const char *kernels, ql_lane *lane);
+ql_status ql_devices_open_lane(ql_devices *devices, const ql_options *options, ql_lane *lane);
 
 /* With all lanes open: connects them and proves their collectives. `lanes` runs it on every lane. */
 ql_status ql_devices_connect(ql_devices *devices, ql_lane_group *lanes, ql_error *err);
 
-/* Memory that one lane may use: for host lanes its share of what the machine has free, for GPUs what the fullest has. */
+/* Memory that one lane may use: for host lanes its share of what the machine has free, for GPUs what the fullest has, less
+ * what opening and the first steps still take for themselves. */
 uint64_t ql_devices_free_bytes(ql_devices *devices, ql_lane_group *lanes);
+
+/* Memory in use on each lane's device, by anyone, as its driver tells; 0 for host lanes. */
+ql_status ql_devices_used_bytes(ql_devices *devices, ql_lane_group *lanes, uint64_t *used, ql_error *err);
+
+/* Fills what is known about a lane's device and link. */
+void ql_devices_describe(const ql_devices *devices, const ql_lane *lane, ql_lane_info *info);
 
 /* On each lane's thread, last. */
 void ql_devices_close_lane(ql_devices *devices, ql_lane *lane);

@@ -62,21 +62,34 @@ static ql_status choose(ql_engine *e, ql_error *err) {
     return QL_OK;
 }
 
+static double mib(uint64_t bytes) { return (double)bytes / 0x1p20; }
+
 /* Context and limits; refuses what does not fit before anything large is allocated. */
 static ql_status plan(ql_engine *e, ql_error *err) {
     const ql_options *o = &e->options;
-    /* The collectives' memory is taken already and part of what is planned. */
+    /* What the device has free is beside the context and the collectives' memory, and both are part of what is planned. */
+    uint64_t taken = e->comm_bytes + ql_devices_context_bytes(&e->devices);
     uint64_t mem = o->mem_bytes ? o->mem_bytes : ql_devices_free_bytes(&e->devices, &e->lanes);
-    mem = o->mem_bytes || mem > UINT64_MAX - e->comm_bytes ? mem : mem + e->comm_bytes;
+    mem = o->mem_bytes || mem > UINT64_MAX - taken ? mem : mem + taken;
     int32_t fits = ql_plan_max_ctx(e->ckpt, o, &e->devices, mem);
     e->ctx = o->ctx ? o->ctx : fits;
     if (fits == 0 || e->ctx > fits) {
         int32_t wanted = e->ctx ? e->ctx : QL_PAGE;
-        uint64_t need = ql_plan_largest_lane(e->ckpt, o, &e->devices, wanted);
-        return ql_fail(err, QL_ERR_MEMORY,
-                       "a lane needs %.1f MiB for %d sequences of %d tokens and may use %.1f MiB; the largest context "
-                       "that fits is %d",
-                       (double)need / 0x1p20, o->max_seqs, wanted, (double)mem / 0x1p20, fits);
+        uint64_t need = ql_plan_largest_lane(e->ckpt, o, &e->devices, wanted), used[QL_MAX_LANES], most = 0;
+        char beside[96] = "";
+        QL_TRY(ql_devices_used_bytes(&e->devices, &e->lanes, used, err));
+        for (int32_t i = 0; i < e->n_lane; i++) {
+            most = used[i] > most ? used[i] : most;
+        }
+        if (most) {
+            snprintf(beside, sizeof beside, " (%.0f MiB of the device are in use by its context and other programs)",
+                     mib(most - e->comm_bytes));
+        }
+        return ql_fail(
+            err, QL_ERR_MEMORY,
+            "a lane needs %.1f MiB for %d sequences of %d tokens and may use %.1f MiB%s: %.1f MiB short; the "
+            "largest context that fits is %d",
+            mib(need), o->max_seqs, wanted, mib(mem), beside, mib(need - mem), fits);
     }
     e->limits = ql_limits_of(o, e->devices.kind, e->ctx);
     return QL_OK;
@@ -104,7 +117,7 @@ static ql_status alloc_conductor(ql_engine *e, ql_error *err) {
 
 static ql_status lane_open_device(ql_lane *lane, void *arg) {
     ql_engine *e = arg;
-    QL_TRY(ql_devices_open_lane(&e->devices, e->options.kernels, lane));
+    QL_TRY(ql_devices_open_lane(&e->devices, &e->options, lane));
     if (e->hooks.dev_opened) {
         e->hooks.dev_opened(e->hooks.user, lane->index, &lane->dev);
     }
@@ -128,7 +141,7 @@ static ql_status lane_open_model(ql_lane *lane, void *arg) {
     ql_engine *e = arg;
     const ql_shard *shard = &e->shard[lane->index];
     QL_TRY(ql_model_open(&e->model[lane->index], e->ckpt, shard, &e->limits, &lane->dev, &lane->comm, &e->log,
-                         e->allowed, count_resident, e, &lane->err));
+                         e->allowed, e->pool, count_resident, e, &lane->err));
     ql_model_bytes planned;
     ql_model_size(e->ckpt, shard, &e->limits, lane->dev.ops, &planned);
     if (memcmp(&planned, ql_model_held(e->model[lane->index]), sizeof planned) != 0) {
@@ -140,6 +153,11 @@ static ql_status lane_open_model(ql_lane *lane, void *arg) {
 static ql_status lane_step(ql_lane *lane, void *arg) {
     const ql_engine *e = arg;
     return ql_model_step(e->model[lane->index], &e->step);
+}
+
+static ql_status lane_measure(ql_lane *lane, void *arg) {
+    ql_engine *e = arg;
+    return lane->dev.ops->measure(&lane->dev, &e->stream[lane->index]);
 }
 
 static void lane_fini(ql_lane *lane) {
@@ -161,7 +179,21 @@ static ql_status open_lanes(ql_engine *e, ql_error *err) {
     QL_TRY(ql_lanes_open(&e->lanes, e->n_lane, e->options.wait_ms, lane_fini, e, &e->log, e->mem, err));
     QL_TRY(ql_devices_open(&e->devices, &e->options, &e->lanes, reduce_bytes, err));
     QL_TRY(ql_lanes_run(&e->lanes, lane_open_device, e, err));
-    return ql_devices_connect(&e->devices, &e->lanes, err);
+    e->opened_ns[QL_OPEN_DEVICES] = ql_now_ns();
+    QL_TRY(ql_devices_connect(&e->devices, &e->lanes, err));
+    e->opened_ns[QL_OPEN_COLLECTIVES] = ql_now_ns();
+    return QL_OK;
+}
+
+/* With all that opening takes in place. */
+static ql_status measure_context(ql_engine *e, ql_error *err) {
+    QL_TRY(ql_devices_used_bytes(&e->devices, &e->lanes, e->context_bytes, err));
+    for (int32_t i = 0; i < e->n_lane; i++) {
+        const ql_model_bytes *b = ql_model_held(e->model[i]);
+        uint64_t own = b->weight + b->scale + b->kv + b->state + b->workspace + e->comm_bytes;
+        e->context_bytes[i] -= own < e->context_bytes[i] ? own : e->context_bytes[i];
+    }
+    return QL_OK;
 }
 
 static ql_status open_models(ql_engine *e, ql_error *err) {
@@ -170,7 +202,12 @@ static ql_status open_models(ql_engine *e, ql_error *err) {
         ql_model_size(e->ckpt, &e->shard[i], &e->limits, e->devices.ops, &b);
         e->total_bytes += b.stored_weight + b.stored_scale;
     }
-    return ql_lanes_run(&e->lanes, lane_open_model, e, err);
+    QL_TRY(ql_pool_open(&e->pool, ql_pool_size(e->n_lane), e->mem, err));
+    QL_TRY(ql_lanes_run(&e->lanes, lane_open_model, e, err));
+    ql_pool_close(&e->pool);
+    e->opened_ns[QL_OPEN_MEMORY] = ql_model_sized_ns(e->model[0]);
+    e->opened_ns[QL_OPEN_WEIGHTS] = ql_now_ns();
+    return measure_context(e, err);
 }
 
 ql_status ql_engine_open_hooked(ql_engine **engine, const ql_options *options, const ql_test_hooks *hooks,
@@ -179,11 +216,11 @@ ql_status ql_engine_open_hooked(ql_engine **engine, const ql_options *options, c
     err = err ? err : &own;
     ql_error_clear(err);
     *engine = NULL;
-    int64_t t0 = ql_now_ns();
     ql_engine *e = calloc(1, sizeof *e);
     if (!e) {
         return ql_fail(err, QL_ERR_MEMORY, "cannot allocate an engine");
     }
+    e->open_start_ns = ql_now_ns();
     if (hooks) {
         e->hooks = *hooks;
     }
@@ -197,15 +234,19 @@ ql_status ql_engine_open_hooked(ql_engine **engine, const ql_options *options, c
     QL_TRY_GOTO(ql_cond_init(&e->done, err), fail_done);
     QL_TRY_GOTO(copy_options(e, options, err), fail);
     QL_TRY_GOTO(open_model_files(e, err), fail);
+    e->opened_ns[QL_OPEN_FILES] = ql_now_ns();
     QL_TRY_GOTO(choose(e, err), fail);
     e->options.devices = NULL; /* the caller's; copied by now */
     QL_TRY_GOTO(open_lanes(e, err), fail);
     QL_TRY_GOTO(plan(e, err), fail);
     QL_TRY_GOTO(alloc_conductor(e, err), fail);
     QL_TRY_GOTO(open_models(e, err), fail);
+    e->load_s = ql_seconds_since(e->open_start_ns);
+    if (options->measure) {
+        QL_TRY_GOTO(ql_lanes_run(&e->lanes, lane_measure, e, err), fail);
+    }
     QL_TRY_GOTO(ql_thread_start(&e->conductor, "qlane-conductor", ql_conductor_main, e, err), fail);
     e->conducting = true;
-    e->load_s = ql_seconds_since(t0);
     *engine = e;
     return QL_OK;
 
@@ -245,6 +286,7 @@ void ql_engine_close(ql_engine **engine) {
     if (!ql_lanes_close(&e->lanes)) {
         return; /* a lane is still out there and reads all this */
     }
+    ql_pool_close(&e->pool); /* still there when a lane failed to load */
     ql_devices_close(&e->devices);
     free(e->step.probe_hidden);
     free(e->step.probe_final);
@@ -398,6 +440,7 @@ ql_status ql_engine_stats(ql_engine *e, ql_stats *s) {
             .kv_bytes = b->kv,
             .state_bytes = b->state,
             .workspace_bytes = b->workspace + e->comm_bytes,
+            .context_bytes = e->context_bytes[i],
             .h2d_bytes = relaxed(&lane->dev.h2d_bytes),
             .d2h_bytes = relaxed(&lane->dev.d2h_bytes),
         };
@@ -415,11 +458,35 @@ ql_status ql_engine_stats(ql_engine *e, ql_stats *s) {
             out->calls = calls;
         }
     }
-    /* The lane's thread measures them, and on a GPU it only launches: no figure is better than a wrong one. */
-    for (int32_t t = 0; t < QL_TIME_COUNT && e->devices.kind == QL_DEVICE_HOST; t++) {
+    /* On a GPU the lane's thread only launches: without the device's own clock no figure is better than a wrong one. */
+    bool timed = e->devices.kind == QL_DEVICE_HOST || e->options.profile;
+    for (int32_t t = 0; t < QL_TIME_COUNT && timed; t++) {
         ql_phase_time *out = &s->phase[s->n_phases++];
         snprintf(out->name, sizeof out->name, "%s", ql_phase_kind_name(t));
         out->ms = (double)relaxed(&ql_model_times(e->model[0])[t]) * 1e-6;
     }
+    static const char *const parts[QL_OPEN_COUNT] = {"files", "devices", "collectives", "memory", "weights"};
+    for (int64_t i = 0, from = e->open_start_ns; i < QL_OPEN_COUNT; from = e->opened_ns[i++]) {
+        ql_phase_time *out = &s->open[s->n_open++];
+        snprintf(out->name, sizeof out->name, "%s", parts[i]);
+        out->ms = (double)(e->opened_ns[i] - from) * 1e-6;
+    }
+    return QL_OK;
+}
+
+ql_status ql_engine_lane_info(ql_engine *e, int32_t lane, ql_lane_info *info) {
+    if (info->size != sizeof *info || lane < 0 || lane >= e->n_lane) {
+        return QL_ERR_USAGE;
+    }
+    *info = (ql_lane_info){.size = sizeof *info,
+                           .n_sm = -1,
+                           .sm_mhz = -1,
+                           .sm_max_mhz = -1,
+                           .memory_mhz = -1,
+                           .temperature_c = -1,
+                           .power_w = -1,
+                           .power_limit_w = -1,
+                           .stream_bytes_per_s = e->stream[lane] > 0 ? e->stream[lane] : -1};
+    ql_devices_describe(&e->devices, &e->lanes.lane[lane], info);
     return QL_OK;
 }

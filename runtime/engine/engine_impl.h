@@ -27,7 +27,7 @@ ql_model_limits ql_limits_of(const ql_options *options, ql_device_kind kind, int
 /* The longest vector that lanes add: a chunk's rows of the residual stream. */
 size_t ql_plan_reduce_bytes(const ql_checkpoint *ckpt, const ql_options *options);
 
-/* Bytes of the lane that holds most, its collectives included. */
+/* Bytes of the lane that holds most, its collectives and about what its device's context takes included. */
 uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *options, const ql_devices *devices,
                               int32_t ctx);
 
@@ -97,6 +97,16 @@ ql_status ql_seq_flush(ql_seq *seq, ql_error *err);
 /* The result of an ended sequence, which loses what it hands over. */
 ql_status ql_seq_result(ql_seq *seq, ql_result **result, ql_error *err);
 
+/* Parts of opening, in their order. */
+typedef enum ql_open_part {
+    QL_OPEN_FILES,
+    QL_OPEN_DEVICES,
+    QL_OPEN_COLLECTIVES,
+    QL_OPEN_MEMORY,
+    QL_OPEN_WEIGHTS,
+    QL_OPEN_COUNT
+} ql_open_part;
+
 /* ---- engine --------------------------------------------------------------------------------------------------- */
 
 struct ql_engine {
@@ -114,8 +124,12 @@ struct ql_engine {
     uint32_t *allowed;
     ql_lane_group lanes;
     ql_model *model[QL_MAX_LANES];
-    uint64_t comm_bytes; /* of each lane's collectives */
-    double load_s;
+    uint64_t comm_bytes;                  /* of each lane's collectives */
+    uint64_t context_bytes[QL_MAX_LANES]; /* in use on the lane's device beside what the lane asked for */
+    ql_pool *pool;                        /* while models load */
+    double load_s, stream[QL_MAX_LANES];  /* bytes a second; 0: not measured */
+    int64_t opened_ns[QL_OPEN_COUNT];     /* when each part of opening was done */
+    int64_t open_start_ns;
 
     ql_mutex progress_mutex; /* guards the two below and calls of options.progress */
     uint64_t resident_bytes, total_bytes;

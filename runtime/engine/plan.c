@@ -76,7 +76,7 @@ uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *o, co
         ql_model_size(ckpt, &shard, &limits, d->ops, &b);
         largest = total_of(&b) > largest ? total_of(&b) : largest;
     }
-    return largest + ql_devices_comm_bytes(d, ql_plan_reduce_bytes(ckpt, o));
+    return largest + ql_devices_comm_bytes(d, ql_plan_reduce_bytes(ckpt, o)) + ql_devices_context_bytes(d);
 }
 
 int32_t ql_plan_max_ctx(const ql_checkpoint *ckpt, const ql_options *o, const ql_devices *d, uint64_t mem) {
@@ -117,6 +117,7 @@ ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_
     plan->kv = o->kv;
     plan->mem_bytes = o->mem_bytes;
     plan->max_ctx_that_fits = o->mem_bytes ? ql_plan_max_ctx(ckpt, o, &devices, o->mem_bytes) : ckpt->config.max_ctx;
+    uint64_t context = ql_devices_context_bytes(&devices);
     plan->ctx = o->ctx ? o->ctx : plan->max_ctx_that_fits ? plan->max_ctx_that_fits : QL_PAGE;
     ql_model_limits limits = ql_limits_of(o, devices.kind, plan->ctx);
     plan->state_bytes_per_seq = ql_model_slot_bytes(ckpt, &shard);
@@ -134,7 +135,8 @@ ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_
             .state_bytes = b.state,
             .kv_bytes = b.kv,
             .workspace_bytes = b.workspace,
-            .total_bytes = total_of(&b),
+            .context_bytes = context,
+            .total_bytes = total_of(&b) + context,
             .q_head0 = shard.q0,
             .q_head1 = shard.q1,
             .kv_head0 = shard.kv0,

@@ -1,6 +1,8 @@
 /* Sizes of everything a lane holds, and its allocation in the same terms. */
 #include "runtime/model/model_impl.h"
 
+#include "runtime/base/thread.h"
+
 #include <math.h>
 #include <string.h>
 
@@ -214,25 +216,45 @@ static double rope_frequency(const ql_config *c, int32_t i) {
     return f * (1 - ramp) + f / c->yarn_factor * ramp;
 }
 
-static ql_status make_rope(ql_model *m) {
-    const ql_config *c = m->config;
+/* Sines and cosines of some positions, on a thread of the pool. */
+typedef struct rope_job {
+    ql_job job; /* first */
+    const ql_config *config;
+    float *table;
+    int64_t p0, p1;
+} rope_job;
+
+static void fill_rope(ql_job *job) {
+    const rope_job *j = (const rope_job *)job;
+    const ql_config *c = j->config;
     int32_t half = c->rotary_dim / 2;
-    size_t bytes = (size_t)rope_bytes(c, &m->limits);
-    float *table = NULL;
-    QL_TRY(m->dev->ops->alloc(m->dev, bytes, "the rotary table", (void **)&m->rope));
-    QL_TRY(ql_alloc(m->dev->mem, bytes, 1, "the rotary table", (void **)&table, m->dev->err));
     double scale = c->yarn_factor > 1 ? 0.1 * log(c->yarn_factor) + 1 : 1;
     for (int32_t i = 0; i < half; i++) {
         double f = rope_frequency(c, i);
-        for (int64_t p = 0; p < m->limits.max_ctx; p++) {
-            table[(p * half + i) * 2] = (float)(cos((double)p * f) * scale);
-            table[(p * half + i) * 2 + 1] = (float)(sin((double)p * f) * scale);
+        for (int64_t p = j->p0; p < j->p1; p++) {
+            j->table[(p * half + i) * 2] = (float)(cos((double)p * f) * scale);
+            j->table[(p * half + i) * 2 + 1] = (float)(sin((double)p * f) * scale);
         }
     }
-    ql_status status = m->dev->ops->h2d(m->dev, m->rope, table, bytes);
-    if (status == QL_OK) {
-        status = m->dev->ops->sync(m->dev);
+}
+
+static ql_status make_rope(ql_model *m, ql_pool *pool) {
+    enum { JOBS = 64 };
+    rope_job job[JOBS];
+    size_t bytes = (size_t)rope_bytes(m->config, &m->limits);
+    float *table = NULL;
+    QL_TRY(m->dev->ops->alloc(m->dev, bytes, "the rotary table", (void **)&m->rope));
+    QL_TRY(ql_alloc(m->dev->mem, bytes, 1, "the rotary table", (void **)&table, m->dev->err));
+    for (int64_t i = 0; i < JOBS; i++) {
+        int64_t n = m->limits.max_ctx;
+        job[i] = (rope_job){
+            .job.run = fill_rope, .config = m->config, .table = table, .p0 = n * i / JOBS, .p1 = n * (i + 1) / JOBS};
+        ql_pool_post(pool, &job[i].job);
     }
+    for (int32_t i = 0; i < JOBS; i++) {
+        ql_pool_wait(pool, &job[i].job);
+    }
+    ql_status status = m->dev->ops->h2d(m->dev, m->rope, table, bytes);
     ql_free(m->dev->mem, table);
     return status;
 }
@@ -271,7 +293,7 @@ static ql_status alloc_state(ql_model *m) {
     return QL_OK;
 }
 
-static ql_status alloc_workspace(ql_model *m, const uint32_t *allowed) {
+static ql_status alloc_workspace(ql_model *m, const uint32_t *allowed, ql_pool *pool) {
     ql_dev *dev = m->dev;
     ql_workspace_place(&m->ws, m->config, &m->shard, &m->limits, NULL);
     QL_TRY(dev->ops->alloc(dev, m->ws.bytes, "the workspace", &m->ws_memory));
@@ -281,7 +303,7 @@ static ql_status alloc_workspace(ql_model *m, const uint32_t *allowed) {
     size_t set_bytes = ((size_t)m->config->vocab + 31) / 32 * 4;
     QL_TRY(dev->ops->alloc(dev, set_bytes, "the set of allowed ids", (void **)&m->allowed));
     QL_TRY(dev->ops->h2d(dev, m->allowed, allowed, set_bytes));
-    QL_TRY(make_rope(m));
+    QL_TRY(make_rope(m, pool));
     m->held.workspace = m->ws.bytes + dev->scratch_bytes + set_bytes + rope_bytes(m->config, &m->limits);
     return QL_OK;
 }
@@ -295,9 +317,20 @@ static void free_layer_state(ql_dev *dev, ql_layer_weights *w) {
     dev->ops->free(dev, w->tail);
 }
 
+/* All of the plan in one piece where the device cares, each allocation rounded up to 256 bytes. */
+static ql_status load_begin(ql_model *m, ql_pool *pool) {
+    if (!m->dev->ops->load_begin) {
+        return QL_OK;
+    }
+    ql_model_bytes b;
+    ql_model_size(m->ckpt, &m->shard, &m->limits, m->dev->ops, &b);
+    uint64_t n_alloc = 32 * ((uint64_t)m->config->n_layer + 2);
+    return m->dev->ops->load_begin(m->dev, b.weight + b.scale + b.kv + b.state + b.workspace + 256 * n_alloc, pool);
+}
+
 ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_shard *shard,
                         const ql_model_limits *limits, ql_dev *dev, ql_comm *comm, ql_log *log, const uint32_t *allowed,
-                        ql_resident_fn resident, void *user, ql_error *err) {
+                        ql_pool *pool, ql_resident_fn resident, void *user, ql_error *err) {
     ql_model *m = NULL;
     QL_TRY(ql_alloc(dev->mem, 1, sizeof *m, "a lane's model", (void **)&m, err));
     m->ckpt = ckpt;
@@ -319,13 +352,22 @@ ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_sh
     for (int32_t i = 0; i < m->config->n_layer; i++) {
         m->layer[i].full_attention = m->config->full_attention[i];
     }
+    QL_TRY_GOTO(load_begin(m, pool), fail);
     QL_TRY_GOTO(alloc_state(m), fail);
-    QL_TRY_GOTO(alloc_workspace(m, allowed), fail);
+    QL_TRY_GOTO(alloc_workspace(m, allowed, pool), fail);
+    m->sized_ns = ql_now_ns();
     QL_TRY_GOTO(ql_model_load_weights(m), fail);
+    QL_TRY_GOTO(dev->ops->sync(dev), fail);
+    if (dev->ops->load_end) {
+        dev->ops->load_end(dev);
+    }
     *model = m;
     return QL_OK;
 
 fail:
+    if (dev->ops->load_end) {
+        dev->ops->load_end(dev);
+    }
     ql_model_close(&m);
     return status;
 }
@@ -356,4 +398,5 @@ void ql_model_close(ql_model **model) {
     *model = NULL;
 }
 
+int64_t ql_model_sized_ns(const ql_model *model) { return model->sized_ns; }
 const ql_model_bytes *ql_model_held(const ql_model *model) { return &model->held; }

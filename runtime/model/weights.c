@@ -50,12 +50,29 @@ static uint32_t file_crc(const ql_weight_src *src) {
     return (uint32_t)crc;
 }
 
-static ql_status verify(ql_model *m, const char *module, uint32_t resident, uint32_t file) {
-    if (resident == file) {
+/* What is resident, codes and scales, against what the file has. */
+static ql_status verify(ql_model *m, const ql_weight *w, const ql_weight_src *src) {
+    const char *differs;
+    QL_TRY(m->dev->ops->weight_same(m->dev, w, src, &differs));
+    if (!differs) {
         return QL_OK;
     }
-    return ql_fail(m->dev->err, QL_ERR_DEVICE, "%s: the slice on lane %d has CRC-32 %08x, the file %08x", module,
-                   m->shard.lane, resident, file);
+    uint32_t crc;
+    QL_TRY(m->dev->ops->weight_crc(m->dev, w, &crc));
+    return ql_fail(m->dev->err, QL_ERR_DEVICE,
+                   "%s: the %s on lane %d are not the file's; CRC-32 of its codes %08x, in the "
+                   "file %08x",
+                   src->module, differs, m->shard.lane, crc, file_crc(src));
+}
+
+static ql_file_place place_of(const ql_model *m, const ql_tensor *t) {
+    return t ? (ql_file_place){m->ckpt->file[t->file].fd, t->offset} : (ql_file_place){0};
+}
+
+static ql_status load_slice(ql_model *m, const ql_weight_src *src, ql_weight *out) {
+    ql_dev_count(&m->dev->progress, 1);
+    QL_TRY(m->dev->ops->weight_load(m->dev, src, out));
+    return m->limits.verify ? verify(m, out, src) : QL_OK;
 }
 
 static ql_status load_linear(ql_model *m, const ql_linear *lin, ql_part part, ql_weight *out) {
@@ -72,6 +89,8 @@ static ql_status load_linear(ql_model *m, const ql_linear *lin, ql_part part, ql
         .data = lin->weight->data,
         .scale = lin->scale ? lin->scale->data : NULL,
         .scale_dtype = lin->scale ? lin->scale->dtype : QL_DTYPE_F32,
+        .data_file = place_of(m, lin->weight),
+        .scale_file = place_of(m, lin->scale),
     };
     if (cut.axis == 0) {
         src.n_range = cut.n_range;
@@ -81,16 +100,10 @@ static ql_status load_linear(ql_model *m, const ql_linear *lin, ql_part part, ql
         src.col0 = cut.begin[0];
     }
     QL_TRY(read_factor(m, lin, &src.factor));
-    ql_dev_count(&m->dev->progress, 1);
-    QL_TRY(m->dev->ops->weight_load(m->dev, &src, out));
+    QL_TRY(load_slice(m, &src, out));
     if (out->max_abs > suspicious_weight) {
         ql_logf(m->log, QL_LOG_WARN, "%s: weights reach %g after scaling, which no trained model of this family does",
                 lin->module, (double)out->max_abs);
-    }
-    if (m->limits.verify) {
-        uint32_t crc;
-        QL_TRY(m->dev->ops->weight_crc(m->dev, out, &crc));
-        QL_TRY(verify(m, lin->module, crc, file_crc(&src)));
     }
     uint64_t w, s;
     ql_linear_stored_bytes(lin, &cut, &w, &s);
@@ -99,6 +112,19 @@ static ql_status load_linear(ql_model *m, const ql_linear *lin, ql_part part, ql
 }
 
 /* ---- plain tensors ------------------------------------------------------------------------------------------ */
+
+static ql_status verify_vector(ql_model *m, const char *name, const float *held, const float *want, size_t bytes) {
+    ql_dev *dev = m->dev;
+    float *back = NULL;
+    QL_TRY(ql_alloc(dev->mem, bytes, 1, name, (void **)&back, dev->err));
+    ql_status status = dev->ops->d2h(dev, back, held, bytes);
+    status = status == QL_OK ? dev->ops->sync(dev) : status;
+    if (status == QL_OK && memcmp(back, want, bytes) != 0) {
+        status = ql_fail(dev->err, QL_ERR_DEVICE, "%s: what lane %d holds is not the file's", name, m->shard.lane);
+    }
+    ql_free(dev->mem, back);
+    return status;
+}
 
 /* The cut's rows as one f32 array on the device. */
 static ql_status load_vector(ql_model *m, const ql_tensor *t, ql_part part, float **out) {
@@ -129,8 +155,8 @@ static ql_status load_vector(ql_model *m, const ql_tensor *t, ql_part part, floa
     if (status == QL_OK) {
         status = dev->ops->h2d(dev, *out, tmp, (size_t)n * sizeof(float));
     }
-    if (status == QL_OK) {
-        status = dev->ops->sync(dev);
+    if (status == QL_OK && m->limits.verify) {
+        status = verify_vector(m, t->name, *out, tmp, (size_t)n * sizeof(float));
     }
     ql_free(dev->mem, tmp);
     if (status == QL_OK) {
@@ -139,36 +165,29 @@ static ql_status load_vector(ql_model *m, const ql_tensor *t, ql_part part, floa
     return status;
 }
 
-/* Host to device in pieces, each a sign of life: a cold disk may take long over a whole table. */
-static ql_status copy_in(ql_dev *dev, void *dst, const uint8_t *src, size_t bytes) {
-    const size_t piece = (size_t)16 << 20;
-    for (size_t at = 0; at < bytes; at += piece) {
-        ql_dev_count(&dev->progress, 1);
-        QL_TRY(dev->ops->h2d(dev, (uint8_t *)dst + at, src + at, bytes - at < piece ? bytes - at : piece));
-    }
-    return dev->ops->sync(dev);
-}
-
+/* The lane's rows, as the file has them. */
 static ql_status load_embedding(ql_model *m) {
     const ql_tensor *t = m->ckpt->embed;
-    ql_dev *dev = m->dev;
-    size_t row = (size_t)t->shape[1] * (size_t)ql_dtype_bits(t->dtype) / 8;
-    size_t bytes = (size_t)(m->shard.vocab1 - m->shard.vocab0) * row;
-    const uint8_t *src = t->data + (size_t)m->shard.vocab0 * row;
-    QL_TRY(dev->ops->alloc(dev, bytes, t->name, &m->embed));
-    QL_TRY(copy_in(dev, m->embed, src, bytes));
-    if (m->limits.verify) {
-        void *back = NULL;
-        QL_TRY(ql_alloc(dev->mem, bytes, 1, "reading the embedding back", &back, dev->err));
-        ql_status status = dev->ops->d2h(dev, back, m->embed, bytes);
-        status = status == QL_OK ? dev->ops->sync(dev) : status;
-        if (status == QL_OK) {
-            status = verify(m, t->name, (uint32_t)crc32_z(0, back, bytes), (uint32_t)crc32_z(0, src, bytes));
-        }
-        ql_free(dev->mem, back);
-        QL_TRY(status);
-    }
-    count(m, bytes, 0, bytes, 0);
+    ql_weight_src src = {
+        .module = t->name,
+        .format = t->dtype == QL_DTYPE_F32   ? QL_FORMAT_F32
+                  : t->dtype == QL_DTYPE_F16 ? QL_FORMAT_F16
+                                             : QL_FORMAT_BF16,
+        .n = m->shard.vocab1 - m->shard.vocab0,
+        .k = (int32_t)t->shape[1],
+        .n_range = 1,
+        .row0 = {m->shard.vocab0},
+        .row1 = {m->shard.vocab1},
+        .full_n = (int32_t)t->shape[0],
+        .full_k = (int32_t)t->shape[1],
+        .data = t->data,
+        .factor = 1,
+        .data_file = place_of(m, t),
+    };
+    ql_weight w;
+    QL_TRY(load_slice(m, &src, &w));
+    m->embed = w.data;
+    count(m, w.weight_bytes, 0, w.weight_bytes, 0);
     return QL_OK;
 }
 

@@ -579,6 +579,46 @@ static bool check_lanes(kc_run *run, int32_t n_lane) {
     return good;
 }
 
+/* The slice is that of the file, and not that of a file with one other bit in its last code or last scale. */
+static void check_same(kc_run *run, const matrix *m, const ql_weight *w) {
+    const ql_weight_src *src = &m->src;
+    int64_t row = src->row1[src->n_range - 1] - 1, width = ql_qformat_row_bytes(src->format, src->full_k);
+    int64_t last = row * width + ql_qformat_row_bytes(src->format, src->col0 + src->k) - 1;
+    uint8_t *changed = malloc((size_t)(width * src->full_n));
+    const char *differs = "nothing yet";
+    ql_status status = run->dev->ops->weight_same(run->dev, w, src, &differs);
+    if (status != QL_OK || differs) {
+        kc_fail(run, "the slice is not found to be the file's: %s", status == QL_OK ? differs : run->dev->err->text);
+    }
+    if (!changed) {
+        kc_fail(run, "no memory for a copy of the weight");
+        return;
+    }
+    memcpy(changed, src->data, (size_t)(width * src->full_n));
+    changed[last] ^= 0x10;
+    ql_weight_src other = *src;
+    other.data = changed;
+    status = run->dev->ops->weight_same(run->dev, w, &other, &differs);
+    if (status != QL_OK || !differs || strcmp(differs, "codes") != 0) {
+        kc_fail(run, "a changed code is not seen");
+    }
+    free(changed);
+    if (src->format == QL_FORMAT_NVFP4) {
+        int64_t groups = src->full_k / 16;
+        uint8_t *scale = malloc((size_t)(groups * src->full_n));
+        other = *src;
+        other.scale = scale ? memcpy(scale, src->scale, (size_t)(groups * src->full_n)) : src->scale;
+        if (scale) {
+            scale[row * groups + (src->col0 + src->k) / 16 - 1] ^= 0x10;
+        }
+        status = run->dev->ops->weight_same(run->dev, w, &other, &differs);
+        if (status != QL_OK || !differs || strcmp(differs, "scales") != 0) {
+            kc_fail(run, "a changed group scale is not seen");
+        }
+        free(scale);
+    }
+}
+
 static void check(kc_run *run) {
     const int32_t *p = run->c->p;
     const matrix *m = run->user;
@@ -587,6 +627,7 @@ static void check(kc_run *run) {
     if (run->dev->ops->weight_crc(run->dev, w, &crc) != QL_OK || crc != cut_crc(&m->src)) {
         kc_fail(run, "resident codes have CRC %08x, the file's cut %08x", crc, cut_crc(&m->src));
     }
+    check_same(run, m, w);
     double most = 0;
     if (p[P_FORMAT] > QL_FORMAT_BF16) {
         for (int32_t range = 0; range < p[P_RANGES]; range++) {

@@ -409,10 +409,12 @@ static void list_tests(void) {
             add("bits", bits, m, m->lanes[l], &modes[2]);
             add("held_and_moved", held_and_moved, m, m->lanes[l], NULL);
             add("verify", ql_gate_verify, m, m->lanes[l], NULL);
+            add("memory", ql_gate_memory, m, m->lanes[l], NULL);
         }
         add("precisions_differ", precisions_differ, m, 1, NULL);
     }
     add("refusals", ql_gate_refusals, tiny, 1, NULL);
+    add("file_shrinks", ql_gate_file_shrinks, tiny, 1, NULL);
     for (int32_t l = 0; l < tiny->n_lanes; l++) {
         add("text", text_as_on_the_host, tiny, tiny->lanes[l], NULL);
         add("seeds", seeds, tiny, tiny->lanes[l], NULL);

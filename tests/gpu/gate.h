@@ -32,8 +32,10 @@ ql_options ql_gate_options(const ql_gate_job *j);
 /* Skips the running test if it has more lanes than there are GPUs. */
 void ql_gate_need_gpus(const ql_gate_job *j);
 
-/* gate_life.c: verifying, faults, and the life of engines */
+/* gate_life.c: verifying, memory, faults, and the life of engines */
 void ql_gate_verify(void **state);
+void ql_gate_file_shrinks(void **state);
+void ql_gate_memory(void **state);
 void ql_gate_faults(void **state);
 void ql_gate_hangs(void **state);
 void ql_gate_faults_while_opening(void **state);

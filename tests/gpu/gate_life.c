@@ -4,6 +4,8 @@
 #include "tests/model/plant.h"
 
 #include <cuda_runtime.h>
+#include <math.h>
+#include <unistd.h>
 
 enum { OPENS = 20 };
 #define LIMIT_S 2.0
@@ -35,6 +37,106 @@ void ql_gate_verify(void **state) {
         assert_int_equal(f->left_behind, 0);
         ql_plant_return(f);
     }
+}
+
+/* ---- a file that shrinks ------------------------------------------------------------------------------------------- */
+
+static char shrinking[96]; /* the copy's model.safetensors */
+
+static void copy_file(const char *from, const char *to) {
+    char buf[1 << 16];
+    FILE *in = fopen(from, "rb"), *out = fopen(to, "wb");
+    assert_true(in && out);
+    for (size_t n; (n = fread(buf, 1, sizeof buf, in)) > 0;) {
+        assert_int_equal(fwrite(buf, 1, n, out), n);
+    }
+    assert_int_equal(fclose(in) | fclose(out), 0);
+}
+
+static void shrink(int32_t lane, ql_dev *dev) {
+    (void)lane, (void)dev;
+    FILE *f = fopen(shrinking, "rb");
+    uint64_t header = 0;
+    if (f && fread(&header, 8, 1, f) == 1 && truncate(shrinking, (off_t)header + 8 + 1000) != 0) {
+        shrinking[0] = 0;
+    }
+    if (f) {
+        fclose(f);
+    }
+}
+
+/* A file that lost its end between open and load is an error with tensor and cause, not a signal. */
+void ql_gate_file_shrinks(void **state) {
+    const ql_gate_job *j = *state;
+    if (ql_gate.device == QL_DEVICE_HOST) {
+        skip(); /* host lanes copy from the mapping */
+    }
+    char dir[] = "/tmp/gate-XXXXXX", from[512], to[96];
+    assert_non_null(mkdtemp(dir));
+    static const char *const files[] = {"config.json", "model.safetensors"};
+    for (size_t i = 0; i < 2; i++) {
+        snprintf(from, sizeof from, "%s/%s", j->model->dir, files[i]);
+        snprintf(i ? shrinking : to, sizeof to, "%s/%s", dir, files[i]);
+        copy_file(from, i ? shrinking : to);
+    }
+    ql_options o = ql_gate_options(j);
+    o.model = dir;
+    ql_planted *f = ql_plant(QL_AT_NONE, 0, false, 0);
+    f->dev_opened = shrink;
+    ql_engine *engine = NULL;
+    ql_error err = {0};
+    assert_int_equal(ql_plant_open(&engine, &o, f, &err), QL_ERR_MODEL);
+    ql_test_assert_has(err.text, "embed_tokens.weight: cannot read its file at byte ");
+    ql_test_assert_has(err.text, "the file has become shorter");
+    assert_int_equal(f->left_behind, 0);
+    ql_plant_return(f);
+    unlink(shrinking);
+    unlink(to);
+    rmdir(dir);
+}
+
+/* ---- memory ---------------------------------------------------------------------------------------------------------- */
+
+static void use(ql_engine *engine, const ql_test_model *m) {
+    int32_t ids[130];
+    ql_test_ids(5, m->vocab, ids, 130);
+    ql_request r = ql_test_request(ids, 130, 16);
+    r.ignore_eos = 1;
+    ql_result_free(ql_test_generate(engine, &r));
+}
+
+/* What a lane says it holds, its context included, is what the driver reports used, also after code was loaded on first use
+ * and steps were recorded. */
+void ql_gate_memory(void **state) {
+    const ql_gate_job *j = *state;
+    ql_gate_need_gpus(j);
+    if (ql_gate.device == QL_DEVICE_HOST) {
+        skip();
+    }
+    int before = 0;
+    assert_int_equal(cudaGetDevice(&before), cudaSuccess);
+    ql_options o = ql_gate_options(j);
+    ql_engine *engine = ql_test_open(&o);
+    use(engine, j->model);
+    ql_stats s = ql_test_stats(engine);
+    for (int32_t i = 0; i < j->lanes; i++) {
+        const ql_lane_stats *l = &s.lane[i];
+        size_t free_bytes = 0, total = 0;
+        assert_int_equal(cudaSetDevice(i), cudaSuccess);
+        assert_int_equal(cudaMemGetInfo(&free_bytes, &total), cudaSuccess);
+        double used = (double)(total - free_bytes), context = (double)l->context_bytes,
+               planned = (double)(l->weight_bytes + l->scale_bytes + l->kv_bytes + l->state_bytes + l->workspace_bytes);
+        printf("# measured %-20s lane %d of %d: planned %.1f MiB, context %.1f, used %.1f\n", j->model->name, i,
+               j->lanes, planned / 0x1p20, context / 0x1p20, used / 0x1p20);
+        fflush(stdout);
+        assert_true(context > 64 * 0x1p20); /* no driver makes do with less */
+        if (fabs(planned + context - used) > 0.02 * used) {
+            fail_msg("lane %d: planned %.0f bytes and context %.0f; the driver reports %.0f used", i, planned, context,
+                     used);
+        }
+    }
+    ql_engine_close(&engine);
+    assert_int_equal(cudaSetDevice(before), cudaSuccess);
 }
 
 /* ---- faults ------------------------------------------------------------------------------------------------------- */

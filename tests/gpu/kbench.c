@@ -4,7 +4,6 @@
  *     kbench [FILTER]...
  */
 #include "kernels/cuda.h"
-#include "tests/gpu/stream.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -114,7 +113,7 @@ static size_t big_bytes;
 
 static void read_big(int i) {
     (void)i;
-    gpu_read(ql_cuda_stream(&dev), info.n_sm, big, big_bytes);
+    ql_cuda_read(ql_cuda_stream(&dev), info.n_sm, big, big_bytes);
 }
 
 /* ---- linear ---- */

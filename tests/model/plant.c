@@ -81,6 +81,7 @@ static ql_status bad_weight_data(ql_dev *dev, const ql_weight_src *src, ql_weigh
     data[(size_t)src->row0[0] * row + (size_t)ql_qformat_row_bytes(src->format, src->col0)] ^= 0x80;
     ql_weight_src changed = *src;
     changed.data = data;
+    changed.data_file = (ql_file_place){0};
     ql_status status = f->ops->weight_load(dev, &changed, out);
     status = status == QL_OK ? f->ops->sync(dev) : status;
     free(data);
