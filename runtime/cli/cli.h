@@ -55,6 +55,7 @@ enum ql_cli_command {
     QL_CMD_TOKENIZE = 8,
     QL_CMD_DETOKENIZE = 16,
     QL_CMD_CHECK = 32,
+    QL_CMD_BENCH = 64,
 };
 
 typedef struct ql_cli_ints {
@@ -69,10 +70,10 @@ typedef struct ql_cli_texts {
 
 /* Values as given; "not given" is NULL, 0 entries, -1, NAN or false. */
 typedef struct ql_cli_args {
-    const char *model, *prompt, *file, *dump;
-    bool has_ids, has_devices;
-    ql_cli_ints ids, devices;
-    int64_t n, lanes, seqs, ctx, chunk, mem, seed, top_k, wait_ms, init_ms;
+    const char *model, *prompt, *file, *ids_file, *dump, *out;
+    bool has_ids, has_devices, has_contexts;
+    ql_cli_ints ids, devices, contexts;
+    int64_t n, runs, lanes, seqs, ctx, chunk, mem, seed, top_k, wait_ms, init_ms;
     double temp, top_p, min_p, rep_pen, presence, frequency;
     int64_t device, kv, order; /* index into the option's list of names */
     ql_precision prompt_precision, gen_precision;
@@ -114,6 +115,11 @@ int ql_cli_read(const char *path, char **data, size_t *bytes);
 /* The text of -p or -f, else standard input. As ql_cli_read. */
 int ql_cli_input(const ql_cli_args *args, char **data, size_t *bytes);
 
+/* Makes the folder where it does not exist; refuses anything else that is there, and paths of QL_CLI_FOLDER_BYTES and more.
+ * Returns 0 or an exit code. */
+enum { QL_CLI_FOLDER_BYTES = 4032 };
+int ql_cli_folder(const char *option, const char *dir);
+
 /* Flushes standard output. A reader that went away is no error (QL_EXIT_OK); other failures print a line. */
 int ql_cli_flush(void);
 
@@ -145,10 +151,7 @@ double ql_cli_now(void); /* seconds on the monotonic clock */
 
 typedef struct ql_cli_dump ql_cli_dump;
 
-/* Makes the folder where it does not exist; refuses anything else that is there. Returns 0 or an exit code. */
-int ql_cli_dump_folder(const char *dir);
-
-/* n_tok is the prompt's length; dir was accepted by ql_cli_dump_folder. Returns 0 or an exit code. */
+/* n_tok is the prompt's length; dir was accepted by ql_cli_folder. Returns 0 or an exit code. */
 int ql_cli_dump_open(ql_cli_dump **dump, const char *dir, int32_t n_tok);
 
 /* The probe to pass to the request, with the dump as its user. */
@@ -159,9 +162,18 @@ void ql_cli_dump_probe(void *user, ql_probe_kind kind, int32_t layer, int32_t ro
  * returns QL_EXIT_MODEL. Sets *dump to NULL, accepts NULL. */
 int ql_cli_dump_close(ql_cli_dump **dump, bool keep);
 
+/* ---- what bench writes ---------------------------------------------------------------------------------------------- */
+
+/* A table for people on standard output, from the object that --json prints. */
+void ql_cli_bench_table(const json_t *result);
+
+/* bench.json, bench.csv and bench.svg in the folder `dir`. Returns 0 or an exit code. */
+int ql_cli_bench_write(const json_t *result, const char *dir);
+
 /* ---- commands ------------------------------------------------------------------------------------------------------ */
 
 int ql_cli_run(const ql_cli_args *args);
+int ql_cli_bench(const ql_cli_args *args);
 int ql_cli_plan(const ql_cli_args *args);
 int ql_cli_inspect(const ql_cli_args *args);
 int ql_cli_tokenize(const ql_cli_args *args);

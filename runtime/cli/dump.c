@@ -24,7 +24,7 @@ typedef struct npy {
 } npy;
 
 struct ql_cli_dump {
-    char dir[PATH_BYTES - 64];
+    char dir[QL_CLI_FOLDER_BYTES];
     npy file[N_KIND];             /* by ql_probe_kind */
     char error[PATH_BYTES + 256]; /* the first failure */
 };
@@ -51,20 +51,6 @@ static void fail(ql_cli_dump *dump, const npy *f) {
         snprintf(dump->error, sizeof dump->error, "cannot write %s/%s: %s", dump->dir, f->name,
                  errno ? strerror(errno) : "short write");
     }
-}
-
-int ql_cli_dump_folder(const char *dir) {
-    struct stat st;
-    if (!dir[0] || strlen(dir) >= sizeof((ql_cli_dump *)NULL)->dir) {
-        return ql_cli_fail(QL_EXIT_USAGE, "--dump wants the path of a folder");
-    }
-    if (mkdir(dir, 0777) != 0 && errno != EEXIST) {
-        return ql_cli_fail(QL_EXIT_MODEL, "cannot make %s: %s", dir, strerror(errno));
-    }
-    if (stat(dir, &st) != 0 || !S_ISDIR(st.st_mode)) {
-        return ql_cli_fail(QL_EXIT_USAGE, "--dump %s: not a folder", dir);
-    }
-    return 0;
 }
 
 int ql_cli_dump_open(ql_cli_dump **dump, const char *dir, int32_t n_tok) {

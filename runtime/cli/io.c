@@ -150,6 +150,20 @@ int ql_cli_input(const ql_cli_args *args, char **data, size_t *bytes) {
     return *data ? 0 : ql_cli_fail(QL_EXIT_MEMORY, "out of memory for the text");
 }
 
+int ql_cli_folder(const char *option, const char *dir) {
+    struct stat st;
+    if (!dir[0] || strlen(dir) >= QL_CLI_FOLDER_BYTES) {
+        return ql_cli_fail(QL_EXIT_USAGE, "%s wants the path of a folder", option);
+    }
+    if (mkdir(dir, 0777) != 0 && errno != EEXIST) {
+        return ql_cli_fail(QL_EXIT_MODEL, "cannot make %s: %s", dir, strerror(errno));
+    }
+    if (stat(dir, &st) != 0 || !S_ISDIR(st.st_mode)) {
+        return ql_cli_fail(QL_EXIT_USAGE, "%s %s: not a folder", option, dir);
+    }
+    return 0;
+}
+
 int ql_cli_flush(void) {
     if (fflush(stdout) == 0 && !ferror(stdout)) {
         return QL_EXIT_OK;

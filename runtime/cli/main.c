@@ -13,7 +13,12 @@ typedef struct command {
 
 static const command commands[] = {
     {"run", QL_CMD_RUN, "generate text from a prompt",
-     "qlane run [-m DIR] [-p TEXT | -f FILE | --ids 1,2,3] [-n N] [--lanes N | --devices 0,1] [options]", ql_cli_run},
+     "qlane run [-m DIR] [-p TEXT | -f FILE | --ids 1,2,3 | --ids-file FILE] [-n N] [--lanes N | --devices 0,1] "
+     "[options]",
+     ql_cli_run},
+    {"bench", QL_CMD_BENCH, "speeds over context, with all that makes them comparable",
+     "qlane bench [-m DIR] [--lanes N | --devices 0,1] [--contexts 512,8192] [-n N] [--runs N] [--out DIR] [options]",
+     ql_cli_bench},
     {"plan", QL_CMD_PLAN, "what each lane would hold and which contexts fit; needs no GPU",
      "qlane plan [-m DIR] [--lanes N] [--ctx N] [--mem BYTES] [options]", ql_cli_plan},
     {"inspect", QL_CMD_INSPECT, "tensors, formats, scheme, scales and checksums of a checkpoint",
@@ -39,7 +44,8 @@ static const command *find_command(const char *name) {
 
 static int unknown_command(const char *name) {
     return ql_cli_fail(QL_EXIT_USAGE,
-                       "no command '%.80s'; the commands are run, plan, inspect, tokenize, detokenize and check", name);
+                       "no command '%.80s'; the commands are run, bench, plan, inspect, tokenize, detokenize and check",
+                       name);
 }
 
 static void print_overview(FILE *out) {

@@ -35,11 +35,13 @@ typedef struct option {
 } option;
 
 enum {
-    MODEL_CMDS = QL_CMD_RUN | QL_CMD_PLAN | QL_CMD_INSPECT | QL_CMD_TOKENIZE | QL_CMD_DETOKENIZE | QL_CMD_CHECK,
-    SHAPE_CMDS = QL_CMD_RUN | QL_CMD_PLAN,
-    LANE_CMDS = QL_CMD_RUN | QL_CMD_CHECK,
+    MODEL_CMDS =
+        QL_CMD_RUN | QL_CMD_PLAN | QL_CMD_INSPECT | QL_CMD_TOKENIZE | QL_CMD_DETOKENIZE | QL_CMD_CHECK | QL_CMD_BENCH,
+    SPEED_CMDS = QL_CMD_RUN | QL_CMD_BENCH,
+    SHAPE_CMDS = SPEED_CMDS | QL_CMD_PLAN,
+    LANE_CMDS = SPEED_CMDS | QL_CMD_CHECK,
     TEXT_CMDS = QL_CMD_RUN | QL_CMD_TOKENIZE | QL_CMD_DETOKENIZE,
-    JSON_CMDS = QL_CMD_RUN | QL_CMD_PLAN | QL_CMD_INSPECT,
+    JSON_CMDS = SPEED_CMDS | QL_CMD_PLAN | QL_CMD_INSPECT,
 };
 
 static const char *const device_names[] = {"host", "cuda", NULL};            /* ql_device_kind less one: no auto */
@@ -58,8 +60,14 @@ static const option table[] = {
      NULL},
     {"--ids", OPT_INTS, "1,2,3", 0, 0, false, NULL, "token ids in place of text", QL_CMD_RUN | QL_CMD_DETOKENIZE,
      AT(ids), NULL},
-    {"-n", OPT_INT, "N", 1, INT32_MAX, false, "until an end-of-sequence id or the context is full",
-     "generate at most N ids", QL_CMD_RUN, AT(n), NULL},
+    {"--ids-file", OPT_TEXT, "FILE", 0, 0, false, NULL, "token ids from a file; - is standard input", QL_CMD_RUN,
+     AT(ids_file), NULL},
+    {"-n", OPT_INT, "N", 1, INT32_MAX, false, "until an end-of-sequence id or the context is full; bench: 128",
+     "generate at most N ids", SPEED_CMDS, AT(n), NULL},
+    {"--contexts", OPT_INTS, "512,8192", 0, 0, false, "512,8192,32768,131072, as far as the model goes",
+     "lengths of the prompts to measure", QL_CMD_BENCH, AT(contexts), NULL},
+    {"--runs", OPT_INT, "N", 1, 99, false, "3", "fresh processes for each context; medians are of these", QL_CMD_BENCH,
+     AT(runs), NULL},
     {"--lanes", OPT_INT, "N", 1, 64, false,
      "every usable GPU that the model allows, else 1 host lane; check: each of 1, 2, 4 and 8 in turn",
      "number of lanes; must divide the model's slice count", SHAPE_CMDS | QL_CMD_CHECK, AT(lanes), NULL},
@@ -86,21 +94,22 @@ static const option table[] = {
     {"--stop", OPT_TEXTS, "TEXT", 0, 0, false, NULL, "stop before this text; up to 16 times", QL_CMD_RUN, AT(stop),
      NULL},
     {"--ctx", OPT_INT, "N", 1, INT32_MAX, false, "the model's limit or what fits, whichever is less",
-     "context in tokens", SHAPE_CMDS, AT(ctx), NULL},
+     "context in tokens", QL_CMD_RUN | QL_CMD_PLAN, AT(ctx), NULL},
     {"--chunk", OPT_INT, "N", 64, 1 << 20, false, "512", "prompt rows of one step, a multiple of 64", SHAPE_CMDS,
      AT(chunk), NULL},
     {"--seqs", OPT_INT, "N", 1, 256, false, "1", "sequences that a lane has room for", QL_CMD_PLAN, AT(seqs), NULL},
     {"--mem", OPT_BYTES, "BYTES", 1, (double)INT64_MAX, false, "what the device has",
      "memory that one lane may use; K, M, G, T multiply by 1024", SHAPE_CMDS, AT(mem), NULL},
     {"--precision", OPT_PRECISION, "P", 0, 0, false, "exact on host lanes; on CUDA prompt=bf16,gen=exact",
-     "of activations: exact, bf16 or fp8, or prompt=P,gen=P", QL_CMD_RUN, AT(prompt_precision), NULL},
+     "of activations: exact, bf16 or fp8, or prompt=P,gen=P", SPEED_CMDS, AT(prompt_precision), NULL},
     {"--kv", OPT_CHOICE, "TYPE", 0, 0, false, "f16", "storage of keys and values", SHAPE_CMDS, AT(kv), kv_names},
     {"--order", OPT_CHOICE, "ORDER", 0, 0, false, "tree", "order of sums across lanes", QL_CMD_RUN, AT(order),
      order_names},
     {"--kernel", OPT_TEXTS, "FAMILY=NAME", 0, 0, false, NULL, "force a kernel variant; may be repeated", LANE_CMDS,
      AT(kernel), NULL},
     {"--spec", OPT_SPEC, "mtp[:K]", 1, 8, false, NULL,
-     "count the multi-token-prediction layer (plan); run does not speculate yet", SHAPE_CMDS, AT(mtp), NULL},
+     "count the multi-token-prediction layer (plan); run does not speculate yet", QL_CMD_RUN | QL_CMD_PLAN, AT(mtp),
+     NULL},
     {"--wait-ms", OPT_INT, "MS", 1, INT32_MAX, false, "10000", "deadline of a wait on a lane or peer without progress",
      LANE_CMDS, AT(wait_ms), NULL},
     {"--init-ms", OPT_INT, "MS", 1, INT32_MAX, false, "20000", "deadline of communicator set-up", LANE_CMDS,
@@ -119,6 +128,8 @@ static const option table[] = {
      QL_CMD_RUN, AT(verify), NULL},
     {"--dump", OPT_TEXT, "DIR", 0, 0, false, NULL, "write the prompt's logits and hidden states as .npy files",
      QL_CMD_RUN, AT(dump), NULL},
+    {"--out", OPT_TEXT, "DIR", 0, 0, false, NULL, "write bench.json, bench.csv and bench.svg there", QL_CMD_BENCH,
+     AT(out), NULL},
     {"--help", OPT_FLAG, NULL, 0, 0, false, NULL, "print this", MODEL_CMDS, AT(help), NULL},
 };
 
@@ -413,6 +424,7 @@ static int unknown_option(enum ql_cli_command command, const char *command_name,
 int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *command_name, int argc, char **argv) {
     bool seen[N_OPT] = {false};
     *args = (ql_cli_args){.n = -1,
+                          .runs = -1,
                           .lanes = -1,
                           .seqs = -1,
                           .ctx = -1,
@@ -478,6 +490,7 @@ int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *com
         }
         args->has_ids |= o->at == AT(ids);
         args->has_devices |= o->at == AT(devices);
+        args->has_contexts |= o->at == AT(contexts);
     }
     return 0;
 }
@@ -485,6 +498,7 @@ int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *com
 void ql_cli_args_deinit(ql_cli_args *args) {
     free(args->ids.v);
     free(args->devices.v);
+    free(args->contexts.v);
     free(args->stop.v);
     free(args->kernel.v);
     free(args->names.v);
@@ -555,6 +569,7 @@ int ql_cli_fill_options(const ql_cli_args *args, ql_options *opt, char **kernels
     opt->prompt_precision = args->prompt_precision;
     opt->gen_precision = args->gen_precision;
     opt->verify = args->verify;
+    opt->profile = args->profile;
     if (args->kernel.n) {
         size_t bytes = 1;
         for (int32_t i = 0; i < args->kernel.n; i++) {

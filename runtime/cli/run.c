@@ -27,6 +27,7 @@ typedef struct run {
     ql_checkpoint_info info;
     char *prompt, *kernels;
     size_t prompt_bytes;
+    ql_cli_ints ids;     /* of --ids and --ids-file; the former's are borrowed */
     int32_t *prompt_ids; /* of a --dump run */
     ql_engine *engine;
     ql_cli_dump *dump;
@@ -74,10 +75,11 @@ static void on_event(void *user, const ql_event *event) {
 /* ---- arguments ------------------------------------------------------------------------------------------------------ */
 
 static int check_args(const ql_cli_args *args) {
-    int n_prompt = (args->prompt != NULL) + (args->file != NULL) + args->has_ids;
+    int n_prompt = (args->prompt != NULL) + (args->file != NULL) + args->has_ids + (args->ids_file != NULL);
     if (n_prompt != 1) {
-        return ql_cli_fail(QL_EXIT_USAGE, n_prompt ? "-p, -f and --ids exclude each other"
-                                                   : "no prompt: give -p TEXT, -f FILE (- is standard input) or --ids");
+        return ql_cli_fail(QL_EXIT_USAGE,
+                           n_prompt ? "-p, -f, --ids and --ids-file exclude each other"
+                                    : "no prompt: give -p TEXT, -f FILE (- is standard input), --ids or --ids-file");
     }
     if (args->has_ids ? args->ids.n == 0 : args->prompt && !args->prompt[0]) {
         return ql_cli_fail(QL_EXIT_USAGE, "the prompt is empty");
@@ -88,7 +90,7 @@ static int check_args(const ql_cli_args *args) {
     if (args->order == 1) {
         return ql_cli_fail(QL_EXIT_USAGE, "--order fast: host lanes and this build know tree only");
     }
-    return args->dump ? ql_cli_dump_folder(args->dump) : 0;
+    return args->dump ? ql_cli_folder("--dump", args->dump) : 0;
 }
 
 /* The model's own defaults for what the command line leaves open. The library takes either all three of the model's
@@ -193,9 +195,9 @@ static int open_engine(run *r) {
 static int fill_prompt(run *r) {
     ql_error err = {0};
     ql_request *req = &r->request;
-    if (r->args->has_ids) {
-        req->ids = r->args->ids.v;
-        req->n_ids = r->args->ids.n;
+    if (r->ids.n) {
+        req->ids = r->ids.v;
+        req->n_ids = r->ids.n;
     } else if (r->args->dump && ql_engine_tokenizer(r->engine)) {
         if (ql_tokenizer_encode(ql_engine_tokenizer(r->engine), r->prompt, r->prompt_bytes, &r->prompt_ids, &req->n_ids,
                                 &err) != QL_OK) {
@@ -251,6 +253,10 @@ static void print_stats(const run *r) {
     int32_t decoded = res->n_ids > 1 ? res->n_ids - 1 : 0;
     char a[32], b[32], c[32], d[32], e[32];
     fprintf(stderr, "load       %10.3f s\n", st->load_s);
+    for (int32_t i = 0; i < st->n_open; i++) {
+        fprintf(stderr, "%s%s %.3f s%s", i ? "" : "           ", st->open[i].name, st->open[i].ms * 1e-3,
+                i + 1 < st->n_open ? ", " : "\n");
+    }
     fprintf(stderr, "prompt     %10d tokens  %10.1f tok/s\n", res->n_prompt, per_second(res->n_prompt, res->prompt_s));
     fprintf(stderr, "first id   %10.3f s\n", res->first_token_s);
     fprintf(stderr, "generated  %10d tokens  %10.1f tok/s after the first\n", res->n_ids,
@@ -294,7 +300,8 @@ static int print_json(const run *r) {
     const ql_result *res = r->result;
     const ql_stats *st = r->stats;
     int32_t decoded = res->n_ids > 1 ? res->n_ids - 1 : 0;
-    json_t *logprobs = json_array(), *lanes = json_array(), *paths = json_object(), *phases = json_object();
+    json_t *logprobs = json_array(), *lanes = json_array(), *paths = json_object(), *phases = json_object(),
+           *open = json_object();
     for (int32_t i = 0; i < res->n_ids; i++) {
         json_t *value = json_real((double)res->logprobs[i]); /* NULL where it is not finite */
         json_array_append_new(logprobs, value ? value : json_null());
@@ -308,12 +315,15 @@ static int print_json(const run *r) {
     for (int32_t i = 0; i < st->n_phases; i++) {
         json_object_set_new(phases, st->phase[i].name, json_real(st->phase[i].ms));
     }
+    for (int32_t i = 0; i < st->n_open; i++) {
+        json_object_set_new(open, st->open[i].name, json_real(st->open[i].ms));
+    }
     json_t *root = json_pack(
-        "{s:o, s:o, s:o, s:s, s:o, s:I, s:o, s:o, s:{s:f, s:i, s:f, s:f, s:i, s:f, s:o}, s:{}, s:{}}", "prompt_ids",
-        json_ids(res->prompt_ids, res->n_prompt), "ids", json_ids(res->ids, res->n_ids), "text",
+        "{s:o, s:o, s:o, s:s, s:o, s:I, s:o, s:o, s:{s:f, s:o, s:i, s:f, s:f, s:i, s:f, s:o}, s:{}, s:{}}",
+        "prompt_ids", json_ids(res->prompt_ids, res->n_prompt), "ids", json_ids(res->ids, res->n_ids), "text",
         res->text ? json_stringn(res->text, res->text_bytes) : json_null(), "finish", ql_finish_text(res->finish),
         "logprobs", logprobs, "seed", (json_int_t)r->request.sampling.seed, "lanes", lanes, "paths", paths, "timing",
-        "load_s", st->load_s, "prefill_tokens", res->n_prompt, "prefill_tok_s",
+        "load_s", st->load_s, "load_ms", open, "prefill_tokens", res->n_prompt, "prefill_tok_s",
         per_second(res->n_prompt, res->prompt_s), "first_token_s", res->first_token_s, "decode_tokens", decoded,
         "decode_tok_s", per_second(decoded, res->decode_s), "phase_ms", phases, "spec", "prefix");
     if (root && res->has_crc) {
@@ -348,16 +358,30 @@ static int report(run *r) {
     return interrupted ? QL_EXIT_INTERRUPT : rc;
 }
 
+static int read_prompt(run *r) {
+    const ql_cli_args *args = r->args;
+    if (args->has_ids) {
+        r->ids = args->ids;
+        return 0;
+    }
+    int rc = args->ids_file ? ql_cli_read(args->ids_file, &r->prompt, &r->prompt_bytes)
+                            : ql_cli_input(args, &r->prompt, &r->prompt_bytes);
+    size_t bad;
+    if (rc == 0 && args->ids_file && !ql_cli_parse_ints(r->prompt, r->prompt_bytes, &r->ids, &bad)) {
+        return ql_cli_fail(QL_EXIT_MODEL, "%s: token ids are integers such as 1,2,3; it is something else at byte %zu",
+                           args->ids_file, bad);
+    }
+    if (rc == 0 && (args->ids_file ? r->ids.n == 0 : r->prompt_bytes == 0)) {
+        return ql_cli_fail(QL_EXIT_USAGE, "the prompt is empty");
+    }
+    return rc;
+}
+
 int ql_cli_run(const ql_cli_args *args) {
     run r = {.args = args, .request = ql_request_default()};
     int rc = check_args(args);
     rc = rc ? rc : ql_cli_model(args, r.model, sizeof r.model);
-    if (rc == 0 && !args->has_ids) {
-        rc = ql_cli_input(args, &r.prompt, &r.prompt_bytes);
-        if (rc == 0 && r.prompt_bytes == 0) {
-            rc = ql_cli_fail(QL_EXIT_USAGE, "the prompt is empty");
-        }
-    }
+    rc = rc ? rc : read_prompt(&r);
     r.stats = calloc(1, sizeof *r.stats);
     if (rc == 0 && !r.stats) {
         rc = ql_cli_fail(QL_EXIT_MEMORY, "out of memory for statistics");
@@ -375,6 +399,9 @@ int ql_cli_run(const ql_cli_args *args) {
     __atomic_store_n(&r.logger.closing, true, __ATOMIC_RELAXED);
     ql_result_free(r.result);
     ql_engine_close(&r.engine);
+    if (args->ids_file) {
+        free(r.ids.v);
+    }
     free(r.prompt_ids);
     free(r.prompt);
     free(r.kernels);

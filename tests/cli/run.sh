@@ -20,6 +20,9 @@ prints "prompt from a file" " Paris" run --temp 0 -n 1 -f "$tmp/prompt"
 "$qlane" run --temp 0 -n 1 -f - <"$tmp/prompt" >"$tmp/out" 2>/dev/null
 is "prompt from standard input" "$(<"$tmp/out")" " Paris"
 prints "prompt as ids" " Paris" run --temp 0 -n 1 --ids "261, 269,267,589,260"
+echo "261, 269,267," >"$tmp/ids"
+echo "589,260" >>"$tmp/ids"
+prints "prompt as a file of ids" " Paris" run --temp 0 -n 1 --ids-file "$tmp/ids"
 prints "ids where there is no tokenizer" "$(sed -n '/greedy_ids/,/\]/p' tests/data/micro-bf16/golden.json |
     grep -oE '[0-9]+' | head -n 8 | paste -sd,)" run -m tests/data/micro-bf16 --temp 0 -n 8 \
     --ids "$(sed -n '/prompt_ids/,/\]/p' tests/data/micro-bf16/golden.json | sed '/\]/q' | grep -oE '[0-9]+' | paste -sd,)"
@@ -33,7 +36,7 @@ is "--json: exit code" $rc 0
 is "--json: one line" "$(wc -l <"$tmp/out")" 1
 for part in '"prompt_ids": [261, 269, 267, 589, 260]' '"ids": [794, 259, 261, 269, 267, 595, 260, 806, 259]' \
     '"text": " Paris.\nThe capital of Germany is Berlin.\n"' '"finish": "length"' '"logprobs": [-' '"seed": 7' \
-    '"lanes": [{"device": "host", "weight_bytes": ' '"scale_bytes": ' '"stored_weight_bytes": ' \
+    '"load_ms": {"files": ' '"lanes": [{"device": "host", "weight_bytes": ' '"scale_bytes": ' '"stored_weight_bytes": ' \
     '"stored_scale_bytes": ' '"kv_bytes": ' '"state_bytes": ' '"workspace_bytes": ' '"context_bytes": ' \
     '"h2d_bytes": ' '"d2h_bytes": ' '"paths": {"linear.' '"timing": {"load_s": ' '"prefill_tokens": 5' \
     '"prefill_tok_s": ' '"first_token_s": ' '"decode_tokens": 8' '"decode_tok_s": ' '"phase_ms": {' '"spec": {}' \
@@ -50,6 +53,7 @@ done
 q run --device host --temp 0 -n 9 -p "$france" --crc --chunk 64 --stats
 has "--stats has speeds" err "tok/s after the first"
 has "--stats has lanes" err "lane 0     host: weights "
+has "--stats has the parts of the load" err "devices 0."
 has "--stats has paths" err "path       linear.nvfp4.gen/"
 has "--crc is the same in chunks of 64" err "qlane: logits_crc32 $crc"
 is "--stats has no phases" "$(grep -c '^phase' "$tmp/err")" 0

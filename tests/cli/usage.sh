@@ -9,7 +9,7 @@ refuses "unknown option with a value" 2 "run has no option '--lane'; the nearest
 refuses "option of another command" 2 \
     "plan has no option '--temp', another command has; the nearest is * (see qlane help plan)" plan --temp 1
 refuses "unknown command lists the commands" 2 \
-    "no command 'bench'; the commands are run, plan, inspect, tokenize, detokenize and check" bench
+    "no command 'serve'; the commands are run, bench, plan, inspect, tokenize, detokenize and check" serve
 refuses "stray argument" 2 "run takes no argument 'hello'; options begin with - (see qlane help run)" run hello
 refuses "repeated option" 2 "--lanes is given twice" run -p x --lanes 1 --lanes=1
 refuses "repeated flag" 2 "--json is given twice" run -p x --json --json
@@ -46,8 +46,17 @@ refuses "speculation: unknown kind" 2 "--spec wants mtp or mtp:K with K from 1 t
 refuses "memory: unknown unit" 2 "--mem wants a number of bytes such as 80000000000, 512M or 80G, not '10Q'" \
     plan --mem 10Q
 refuses "memory: overflow" 2 "--mem wants a number of bytes such as *, not '9999999999T'" plan --mem 9999999999T
-refuses "no prompt" 2 "no prompt: give -p TEXT, -f FILE (- is standard input) or --ids" run
-refuses "two prompts" 2 "-p, -f and --ids exclude each other" run -p x --ids 1
+refuses "no prompt" 2 "no prompt: give -p TEXT, -f FILE (- is standard input), --ids or --ids-file" run
+refuses "two prompts" 2 "-p, -f, --ids and --ids-file exclude each other" run -p x --ids 1
+refuses "empty file of ids" 2 "the prompt is empty" run --ids-file /dev/null
+refuses "file of no ids" 3 "docs/design.md: token ids are integers such as 1,2,3; it is something else at byte 0" \
+    run --ids-file docs/design.md
+refuses "bench: a context that the model does not have" 2 \
+    "--contexts: 8192 and 128 generated ids; the model's context is 4096" bench --contexts 64,8192
+refuses "bench: one id" 2 "-n wants 2 or more here: decode is timed from the first id to the last" bench -n 1
+refuses "bench: no contexts" 2 "--contexts wants 1 to 32 lengths, not 0" bench --contexts ""
+refuses "bench: what does not fit" 5 "a lane needs * MiB short; the largest context that fits is *" \
+    bench --device host --contexts 64 -n 2 --mem 1M
 refuses "empty prompt" 2 "the prompt is empty" run -p ""
 refuses "empty prompt file" 2 "the prompt is empty" run -f /dev/null
 refuses "empty standard input" 2 "the prompt is empty" run -f -
@@ -78,7 +87,7 @@ report "$(grep -qE '^qlane [0-9]+\.[0-9]+\.[0-9]+ \(.+, (host only|CUDA .*, NCCL
 refuses "--version takes nothing" 2 "no command '--version'*" --version x
 
 # Help and manual know the same options.
-for command in run plan inspect tokenize detokenize; do
+for command in run bench plan inspect tokenize detokenize; do
     q help $command
     is "help $command: exit code" $rc 0
     cp "$tmp/out" "$tmp/help"

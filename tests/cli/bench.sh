@@ -1,0 +1,35 @@
+#!/bin/bash
+# qlane bench on host lanes: what it measures, and what it writes.
+. "$(dirname "$0")/lib.bash"
+
+q bench --device host --lanes 2 --contexts 64,192 -n 4 --runs 2 --kv bf16 --out "$tmp/bench"
+is "exit code" $rc 0
+is "a table with a line for each context" "$(grep -cE '^ +(64|192) +[0-9.]+ +[0-9.]+ +[0-9.]+ +[0-9.]+ +[0-9.]+ +[0-9.]+%$' "$tmp/out")" 2
+is "phases of each context" "$(grep -cE '^  (prefill|an id) +[0-9.]+ ms: .*mlp [0-9.]+%' "$tmp/out")" 4
+is "says each run" "$(grep -cE '^qlane: context (64|192), run [12] of 2: prefill [0-9.]+ tok/s' "$tmp/err")" 4
+is "the files" "$(ls "$tmp/bench" | paste -sd' ')" "bench.csv bench.json bench.svg"
+is "CSV: a row for each run" "$(wc -l <"$tmp/bench/bench.csv")" 5
+is "CSV: as many fields in each row" "$(sed 's/"[^"]*"//g' "$tmp/bench/bench.csv" | awk -F, '{print NF}' | sort -u | wc -l)" 1
+is "SVG: a point for each context in each panel" "$(grep -c '<circle' "$tmp/bench/bench.svg")" 4
+
+q bench --device host --contexts 64 -n 4 --runs 1 --json
+is "--json: exit code" $rc 0
+is "--json: one line" "$(wc -l <"$tmp/out")" 1
+for part in '"version": "' '"binary_crc32": "' '"checkpoint_crc32": "' '"chunk": 512' '"kv": "f16"' \
+    '"prompt_precision": "exact"' '"context": 64' '"generated": 4' '"first_token_cold_s": ' '"first_token_warm_s": ' \
+    '"prefill_tok_s": ' '"decode_tok_s": ' '"decode_bytes_per_s": ' '"decode_share_of_stream": ' '"phases": {"prefill_ms": {' \
+    '"load_ms": {"files": ' '"name": "' '"link": "host"' '"driver": null' '"power_limit_w": null' '"weight_bytes": ' \
+    '"stream_bytes_per_s": '; do
+    has "--json has $part" out "$part"
+done
+
+# The checksum is that of the tensors: another model's is another one, the same model's is the same.
+crc() { grep -oE '"checkpoint_crc32": "[0-9a-f]{8}"' "$tmp/out"; }
+first=$(crc)
+q bench --device host --contexts 64 -n 2 --runs 1 --json
+is "the checkpoint's checksum repeats" "$(crc)" "$first"
+q bench -m tests/data/micro-bf16 --device host --contexts 64 -n 2 --runs 1 --json
+report "$([[ $(crc) != "$first" && -n $(crc) ]]; echo $?)" "another checkpoint has another" "$(crc)"
+q bench -m tests/data/micro-bf16 --device host --runs 1 -n 2 --contexts 64 --out /dev/null
+is "--out that is no folder" "$rc $(<"$tmp/err")" "2 qlane: --out /dev/null: not a folder"
+finish
