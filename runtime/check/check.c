@@ -2,6 +2,7 @@
 #include "runtime/check/check_impl.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if QL_CUDA
@@ -143,29 +144,46 @@ ql_status ql_check_run(const ql_options *options, const char *const *names, int3
         return ql_fail(err, QL_ERR_USAGE, "options.size is %zu; call ql_options_default (%zu)", options->size,
                        sizeof *options);
     }
-    ql_check c = {.options = *options,
-                  .mem = options->allocator,
-                  .run_long = flags & QL_CHECK_LONG,
-                  .listing = flags & QL_CHECK_LIST,
-                  .names = names,
-                  .n_names = n_names,
-                  .fn = fn,
-                  .user = user};
-    QL_TRY(choose_devices(&c, err));
-    QL_TRY(ql_log_init(&c.log, options->log, options->log_user, err));
-    ql_status status = ql_alloc(c.mem, (size_t)n_names + 1, sizeof *c.met, "names of checks", (void **)&c.met, err);
-    status = status == QL_OK ? check_names(&c, err) : status;
-    if (status == QL_OK && !c.listing) {
-        if (c.kind == QL_DEVICE_CUDA) {
-            ql_logf(&c.log, QL_LOG_INFO, "checks run on %d GPU%s", c.n_device, c.n_device == 1 ? "" : "s");
-        } else {
-            ql_logf(&c.log, QL_LOG_INFO, "checks run on host lanes");
-        }
+    if (options->allocator &&
+        (!options->allocator->malloc || !options->allocator->realloc || !options->allocator->free)) {
+        return ql_fail(err, QL_ERR_USAGE, "options.allocator must give malloc, realloc and free");
     }
-    if (status == QL_OK) {
-        run_all(&c);
+    ql_check *c = calloc(1, sizeof *c);
+    if (!c) {
+        return ql_fail(err, QL_ERR_MEMORY, "cannot allocate the checks' state");
     }
-    ql_free(c.mem, c.met);
-    ql_log_deinit(&c.log);
+    *c = (ql_check){.options = *options,
+                    .run_long = flags & QL_CHECK_LONG,
+                    .listing = flags & QL_CHECK_LIST,
+                    .names = names,
+                    .n_names = n_names,
+                    .fn = fn,
+                    .user = user};
+    if (options->allocator) {
+        c->allocator = *options->allocator;
+        c->mem = &c->allocator;
+    }
+    ql_status status;
+    QL_TRY_GOTO(choose_devices(c, err), free_check);
+    QL_TRY_GOTO(ql_log_init(&c->log, options->log, options->log_user, err), free_check);
+    QL_TRY_GOTO(ql_alloc(c->mem, (size_t)n_names + 1, sizeof *c->met, "names of checks", (void **)&c->met, err),
+                close_log);
+    QL_TRY_GOTO(check_names(c, err), free_names);
+    if (!c->listing && c->kind == QL_DEVICE_CUDA) {
+        ql_logf(&c->log, QL_LOG_INFO, "checks run on %d GPU%s", c->n_device, c->n_device == 1 ? "" : "s");
+    } else if (!c->listing) {
+        ql_logf(&c->log, QL_LOG_INFO, "checks run on host lanes");
+    }
+    run_all(c);
+
+free_names:
+    ql_free(c->mem, c->met);
+close_log:
+    if (c->lost) {
+        return status;
+    }
+    ql_log_deinit(&c->log);
+free_check:
+    free(c);
     return status;
 }

@@ -13,7 +13,8 @@
 
 typedef struct ql_check {
     ql_options options;
-    const ql_allocator *mem;
+    ql_allocator allocator;
+    const ql_allocator *mem; /* NULL or &allocator */
     ql_device_kind kind;
     int32_t n_device; /* GPUs; host lanes: as many as any model allows */
     int32_t ordinal[QL_MAX_LANES];
@@ -25,6 +26,7 @@ typedef struct ql_check {
     ql_check_fn fn;
     void *user;
     char name[112]; /* of the case under way */
+    bool lost;      /* a lane did not come back: all that it can reach stays allocated, this too */
 } ql_check;
 
 /* Lane counts are asked for as `for (n = ql_check_lanes(c, 0); n; n = ql_check_lanes(c, n))`. */

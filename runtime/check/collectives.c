@@ -32,16 +32,39 @@ typedef struct world_options {
     int32_t wait_ms;
     bool no_peer;      /* CUDA: NCCL alone */
     bool wrong_device; /* CUDA: lanes open other GPUs than their communicators are for */
+    bool one_gpu;      /* CUDA: every communicator is for the first */
 } world_options;
 
-typedef struct world {
+typedef struct world world;
+
+typedef enum op { REDUCE, GATHER, BROADCAST, N_OP } op;
+static const char *const op_name[N_OP] = {"reduce", "gather", "broadcast"};
+
+/* What the lanes are to do, and what they found. */
+typedef struct job {
+    world *w;
+    op op;
+    size_t bytes; /* of one lane's vector, a multiple of 4 */
+    int32_t rounds;
+    uint32_t seed;
+    uint64_t compared[QL_MAX_LANES], wrong[QL_MAX_LANES];
+    uint64_t at[QL_MAX_LANES]; /* the first wrong element */
+    /* a lane that is lost */
+    bool never;       /* lane 1 comes too late instead of failing */
+    int32_t released; /* atomic */
+    int64_t fired_ns; /* atomic */
+} job;
+
+/* Everything that a lane can reach is in here: it stays where a lane does not come back. */
+struct world {
     ql_check *check;
     world_options o;
     ql_lane_group lanes;
     ql_comm_group *group;
     int32_t n;
     buffers b[QL_MAX_LANES];
-} world;
+    job job;
+};
 
 static ql_status open_device(world *w, ql_lane *lane) {
 #if QL_CUDA
@@ -105,9 +128,10 @@ static ql_status open_group(world *w, ql_error *err) {
     if (c->kind == QL_DEVICE_CUDA) {
         int32_t ordinal[QL_MAX_LANES];
         for (int32_t i = 0; i < w->n; i++) {
-            ordinal[i] = !w->o.wrong_device ? c->ordinal[i]
-                         : w->n == 1        ? c->ordinal[0] + 1
-                                            : c->ordinal[(i + 1) % w->n];
+            ordinal[i] = w->o.one_gpu         ? c->ordinal[0]
+                         : !w->o.wrong_device ? c->ordinal[i]
+                         : w->n == 1          ? c->ordinal[0] + 1
+                                              : c->ordinal[(i + 1) % w->n];
         }
         const ql_comm_cuda_options o = {.n_lane = w->n,
                                         .ordinal = ordinal,
@@ -142,6 +166,7 @@ static bool world_close(world *w) {
         return true;
     }
     if (!ql_lanes_close(&w->lanes)) {
+        w->check->lost = true;
         return false;
     }
 #if QL_CUDA
@@ -190,19 +215,6 @@ static uint32_t mix(uint32_t lane, uint32_t seed, uint32_t i) {
     h *= 3266489917u;
     return h ^ h >> 16;
 }
-
-typedef enum op { REDUCE, GATHER, BROADCAST, N_OP } op;
-static const char *const op_name[N_OP] = {"reduce", "gather", "broadcast"};
-
-typedef struct job {
-    world *w;
-    op op;
-    size_t bytes; /* of one lane's vector, a multiple of 4 */
-    int32_t rounds;
-    uint32_t seed;
-    uint64_t compared[QL_MAX_LANES], wrong[QL_MAX_LANES];
-    uint64_t at[QL_MAX_LANES]; /* the first wrong element */
-} job;
 
 /* A lane's element i as f32 bits: either sign over 2^-40 to 2^39, some of them zeros of both signs and subnormals, so
  * that sums round, cancel and depend on their order. In a broadcast one lane has a vector, the others zeros. */
@@ -306,6 +318,15 @@ static ql_status run_rounds(ql_lane *lane, void *arg) {
     return QL_OK;
 }
 
+/* Runs fn on all lanes. What they found is in *j afterwards; after a failure, when lanes may still be at it, nothing is. */
+static ql_status run_job(world *w, job *j, ql_lane_fn fn, ql_error *err) {
+    j->w = w;
+    w->job = *j;
+    QL_TRY(ql_lanes_run(&w->lanes, fn, &w->job, err));
+    *j = w->job;
+    return QL_OK;
+}
+
 /* ---- a case ---------------------------------------------------------------------------------------------------------- */
 
 static void calls(const world *w, uint64_t *peer, uint64_t *nccl) {
@@ -366,10 +387,9 @@ static void run_case(shared *s, job *j, ql_lane_fn fn) {
         end_failed(s->check, err.text);
         return;
     }
-    j->w = s->w;
     uint64_t peer0, nccl0, peer, nccl;
     calls(s->w, &peer0, &nccl0);
-    ql_status status = ql_lanes_run(&s->w->lanes, fn, j, &err);
+    ql_status status = run_job(s->w, j, fn, &err);
     calls(s->w, &peer, &nccl);
     s->lost = status != QL_OK;
     if (status == QL_OK && s->n > 1 && s->o.no_peer && (peer != peer0 || nccl == nccl0)) {
@@ -439,7 +459,7 @@ static ql_status run_steps(ql_lane *lane, void *arg) {
     job *j = arg;
     static const size_t bytes[] = {20480, 24, 4096, 12, 65536, 16, 20480, 8};
     static const op ops[] = {REDUCE, REDUCE, BROADCAST, GATHER};
-    job mine = *j;
+    job mine = {.w = j->w}; /* the others write to theirs */
     for (int32_t r = 0; r < j->rounds; r++) {
         for (int32_t k = 0; k < 4; k++) {
             mine.bytes = bytes[(r + k) % 8];
@@ -542,77 +562,74 @@ static void recorded(ql_check *c, int32_t n, bool nccl) {
 
 /* ---- a lane that fails, a lane that never comes ---------------------------------------------------------------------- */
 
-typedef struct loss {
-    job job;
-    bool never;       /* lane 1 comes too late instead of failing */
-    int32_t released; /* atomic */
-    int64_t fired_ns; /* atomic */
-} loss;
-
 static ql_status run_loss(ql_lane *lane, void *arg) {
-    loss *x = arg;
-    buffers *b = &x->job.w->b[lane->index];
+    job *j = arg;
+    buffers *b = &j->w->b[lane->index];
     if (lane->index == 1) {
         ql_sleep_ms(100);
-        __atomic_store_n(&x->fired_ns, ql_now_ns(), __ATOMIC_RELEASE);
-        while (x->never && !__atomic_load_n(&x->released, __ATOMIC_ACQUIRE)) {
+        __atomic_store_n(&j->fired_ns, ql_now_ns(), __ATOMIC_RELEASE);
+        while (j->never && !__atomic_load_n(&j->released, __ATOMIC_ACQUIRE)) {
             ql_sleep_ms(2);
         }
-        return x->never ? QL_OK : ql_fail(&lane->err, QL_ERR_DEVICE, "lane 1: injected fault");
+        return j->never ? QL_OK : ql_fail(&lane->err, QL_ERR_DEVICE, "lane 1: injected fault");
     }
-    QL_TRY(collective(lane, &x->job, b->src, b->dst));
+    QL_TRY(collective(lane, j, b->src, b->dst));
     return finish(lane);
 }
 
 /* The others' error has to come in time and to name the lane, and everything has to close in time. */
-static void lose(ql_check *c, int32_t n, bool nccl, bool never, size_t bytes) {
-    enum { LOSS_WAIT_MS = 1000 };
+static void run_loss_case(ql_check *c, int32_t n, const world_options *o, job *j) {
     const double limit_s = 2;
-    const world_options o = {.cap = 1 << 20, .wait_ms = LOSS_WAIT_MS, .no_peer = nccl};
-    const char *group = never ? "deadline" : "abort";
-    if (ql_check_begin(c, n, "collectives.%s%s.%zuB", group, path_suffix(nccl), bytes)) {
-        ql_error err = {0};
-        loss x = {.job = {.bytes = bytes, .rounds = 3, .seed = 3}, .never = never};
-        ql_status status = world_open(&x.job.w, c, n, &o, &err);
-        status = status == QL_OK ? ql_lanes_run(&x.job.w->lanes, run_rounds, &x.job, &err) : status;
-        if (status != QL_OK) {
-            world_close(x.job.w);
-            end_failed(c, err.text);
-        } else {
-            int64_t start = ql_now_ns();
-            status = ql_lanes_run(&x.job.w->lanes, run_loss, &x, &err);
-            double took = ql_seconds_since(never ? start : __atomic_load_n(&x.fired_ns, __ATOMIC_ACQUIRE));
-            __atomic_store_n(&x.released, 1, __ATOMIC_RELEASE);
-            uint64_t compared = 0;
-            for (int32_t i = 0; i < n; i++) {
-                compared += x.job.wrong[i] == 0 ? x.job.compared[i] : 0;
-            }
-            start = ql_now_ns();
-            bool closed = world_close(x.job.w);
-            double close_s = ql_seconds_since(start);
-            bool named = strstr(err.text, never ? "lane" : "lane 1: injected fault") != NULL;
-            bool ok = status == QL_ERR_DEVICE && named && compared > 0 && closed && close_s <= limit_s &&
-                      took <= limit_s + (never ? LOSS_WAIT_MS * 1e-3 : 0);
-            char note[640];
-            snprintf(note, sizeof note, "error after %.3f s, closed after %.3f s%s: %s", took, close_s,
-                     closed ? "" : " (a lane did not come back)", err.text);
-            ql_check_end(c, &(ql_check_case){
-                                .outcome = ok ? QL_CHECK_PASSED : QL_CHECK_FAILED, .compared = compared, .note = note});
-        }
+    ql_error err = {0};
+    world *w = NULL;
+    ql_status status = world_open(&w, c, n, o, &err);
+    status = status == QL_OK ? run_job(w, j, run_rounds, &err) : status;
+    if (status != QL_OK) {
+        world_close(w);
+        end_failed(c, err.text);
+        return;
     }
-    if (ql_check_begin(c, n, "collectives.%s%s.%zuB.reopened", group, path_suffix(nccl), bytes)) {
+    uint64_t compared = 0;
+    for (int32_t i = 0; i < n; i++) {
+        compared += j->wrong[i] == 0 ? j->compared[i] : 0;
+    }
+    int64_t start = ql_now_ns();
+    status = run_job(w, j, run_loss, &err);
+    double took = ql_seconds_since(j->never ? start : __atomic_load_n(&w->job.fired_ns, __ATOMIC_ACQUIRE));
+    __atomic_store_n(&w->job.released, 1, __ATOMIC_RELEASE);
+    start = ql_now_ns();
+    bool closed = world_close(w);
+    double close_s = ql_seconds_since(start);
+    bool named = strstr(err.text, j->never ? "lane" : "lane 1: injected fault") != NULL;
+    bool ok = status == QL_ERR_DEVICE && named && compared > 0 && closed && close_s <= limit_s &&
+              took <= limit_s + (j->never ? o->wait_ms * 1e-3 : 0);
+    char note[640];
+    snprintf(note, sizeof note, "error after %.3f s, closed after %.3f s%s: %s", took, close_s,
+             closed ? "" : " (a lane did not come back)", err.text);
+    ql_check_end(
+        c, &(ql_check_case){.outcome = ok ? QL_CHECK_PASSED : QL_CHECK_FAILED, .compared = compared, .note = note});
+}
+
+static void lose(ql_check *c, int32_t n, bool nccl, bool never) {
+    const world_options o = {.cap = 1 << 20, .wait_ms = 1000, .no_peer = nccl};
+    const char *group = never ? "deadline" : "abort";
+    if (ql_check_begin(c, n, "collectives.%s%s.20480B", group, path_suffix(nccl))) {
+        run_loss_case(c, n, &o, &(job){.bytes = 20480, .rounds = 3, .seed = 3, .never = never});
+    }
+    if (ql_check_begin(c, n, "collectives.%s%s.reopened", group, path_suffix(nccl))) {
         shared s = {.check = c, .n = n, .o = {.cap = 1 << 20, .wait_ms = WAIT_MS, .no_peer = nccl}};
         run_case(&s, &(job){.bytes = 20480, .rounds = 20, .seed = 11}, run_rounds);
         close_shared(&s);
     }
 }
 
-static void abort_group(ql_check *c, int32_t n, bool nccl) { lose(c, n, nccl, false, 20480); }
-static void deadline_group(ql_check *c, int32_t n, bool nccl) { lose(c, n, nccl, true, 20480); }
+static void abort_group(ql_check *c, int32_t n, bool nccl) { lose(c, n, nccl, false); }
+static void deadline_group(ql_check *c, int32_t n, bool nccl) { lose(c, n, nccl, true); }
 
 /* ---- two groups, guards ---------------------------------------------------------------------------------------------- */
 
 typedef struct second {
+    world *w;
     job job;
     ql_status status;
     ql_error err;
@@ -620,8 +637,15 @@ typedef struct second {
 
 static void *run_second(void *arg) {
     second *s = arg;
-    s->status = ql_lanes_run(&s->job.w->lanes, run_steps, &s->job, &s->err);
+    s->status = run_job(s->w, &s->job, run_steps, &s->err);
     return NULL;
+}
+
+static void add_findings(job *to, const job *from, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        to->compared[i] += from->compared[i];
+        to->wrong[i] += from->wrong[i];
+    }
 }
 
 /* Two groups of lanes on the same devices at once; then one closes and the other goes on. */
@@ -631,42 +655,33 @@ static void two_groups(ql_check *c, int32_t n, bool nccl) {
         return;
     }
     ql_error err = {0};
-    world *a = NULL;
-    second s = {.job = {.rounds = 300, .seed = 50000}};
-    job j = {.rounds = 300, .seed = 90000};
+    world *first = NULL;
+    second s = {.job = {.rounds = 100, .seed = 50000}};
+    job j = {.rounds = 100, .seed = 90000}, left = {.bytes = 20480, .rounds = 20, .seed = 70000};
     ql_thread thread;
-    ql_status status = world_open(&a, c, n, &o, &err);
-    status = status == QL_OK ? world_open(&s.job.w, c, n, &o, &err) : status;
+    ql_status status = world_open(&first, c, n, &o, &err);
+    status = status == QL_OK ? world_open(&s.w, c, n, &o, &err) : status;
     status = status == QL_OK ? ql_thread_start(&thread, "qlane-check", run_second, &s, &err) : status;
     if (status != QL_OK) {
-        world_close(s.job.w);
-        world_close(a);
+        world_close(s.w);
+        world_close(first);
         end_failed(c, err.text);
         return;
     }
-    j.w = a;
-    status = ql_lanes_run(&a->lanes, run_steps, &j, &err);
+    status = run_job(first, &j, run_steps, &err);
     ql_thread_join(thread);
     if (status == QL_OK && s.status != QL_OK) {
         status = ql_fail(&err, s.status, "the second group: %s", s.err.text);
     }
-    bool closed = world_close(a);
-    j.w = s.job.w; /* sums of both groups in one report */
-    for (int32_t i = 0; i < n; i++) {
-        j.compared[i] += s.job.compared[i];
-        j.wrong[i] += s.job.wrong[i];
-    }
-    job left = {.w = s.job.w, .bytes = 20480, .rounds = 20, .seed = 70000};
-    status = status == QL_OK ? ql_lanes_run(&s.job.w->lanes, run_rounds, &left, &err) : status;
-    for (int32_t i = 0; i < n; i++) {
-        j.compared[i] += left.compared[i];
-        j.wrong[i] += left.wrong[i];
-    }
-    if (!closed) {
+    if (!world_close(first)) {
         status = ql_fail(&err, QL_ERR_DEVICE, "a lane of the first group did not come back");
     }
+    status = status == QL_OK ? run_job(s.w, &left, run_rounds, &err) : status;
+    j.w = s.w;
+    add_findings(&j, &s.job, n);
+    add_findings(&j, &left, n);
     end_job(&j, status, &err, "");
-    world_close(s.job.w);
+    world_close(s.w);
 }
 
 /* The other lanes come with 16 bytes more than lane 0. */
@@ -691,23 +706,19 @@ static void guards(ql_check *c, int32_t n, bool nccl) {
         world_close(w);
     }
     if (cuda && n > 1 && ql_check_begin(c, n, "collectives.guards.one_gpu_twice")) {
-        ql_check twice = *c;
-        for (int32_t i = 0; i < n; i++) {
-            twice.ordinal[i] = c->ordinal[0];
-        }
-        o.wrong_device = false;
-        ql_status status = world_open(&w, &twice, n, &o, &err);
+        o = (world_options){.cap = 4096, .wait_ms = WAIT_MS, .one_gpu = true};
+        err = (ql_error){0};
+        ql_status status = world_open(&w, c, n, &o, &err);
         bool ok = status == QL_ERR_DEVICE && err.text[0];
         ql_check_end(c, &(ql_check_case){.outcome = ok ? QL_CHECK_PASSED : QL_CHECK_FAILED, .note = err.text});
         world_close(w);
     }
     if (!cuda && n > 1 && ql_check_begin(c, n, "collectives.guards.sizes_differ")) {
-        job j = {.bytes = 16};
-        ql_status status = world_open(&j.w, c, n, &o, &err);
-        status = status == QL_OK ? ql_lanes_run(&j.w->lanes, run_sizes_differ, &j, &err) : status;
+        ql_status status = world_open(&w, c, n, &o, &err);
+        status = status == QL_OK ? run_job(w, &(job){.bytes = 16}, run_sizes_differ, &err) : status;
         bool ok = status == QL_ERR_INTERNAL && strstr(err.text, "met one of");
         ql_check_end(c, &(ql_check_case){.outcome = ok ? QL_CHECK_PASSED : QL_CHECK_FAILED, .note = err.text});
-        world_close(j.w);
+        world_close(w);
     }
 }
 

@@ -8,7 +8,7 @@ has "--list names cases" out "collectives.sizes.reduce.4B.lanes1"
 is "--list runs nothing" "$(grep -c passed "$tmp/out")" 0
 q check --list --device host --lanes 2 collectives.abort
 is "--list of a name" "$(paste -sd' ' "$tmp/out")" \
-    "collectives.abort.20480B.lanes2 collectives.abort.20480B.reopened.lanes2"
+    "collectives.abort.20480B.lanes2 collectives.abort.reopened.lanes2"
 q check --list --long --device host
 has "--long has more" out "collectives.sizes.reduce.10485760B.lanes1"
 refuses "an unknown name" 2 "no check is called 'colectives', nor begins so among the short ones" \
