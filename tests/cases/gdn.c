@@ -87,6 +87,7 @@ static void list(kc_list *l) {
     add_gdn(l, prompt, TYPICAL, 2, 6, 3, 0, KB_SEGS({66, 0}, {3, 64}));
     add_gdn(l, prompt, TYPICAL, 2, 2, 3, 8, KB_SEGS({66, 0}));
     add_gdn(l, prompt, SLOW, 1, 3, 6, 3, KB_SEGS({66, 0}));
+    add_gdn(l, prompt, SLOW, 1, 9, 9, 0, KB_SEGS({66, 0})); /* more heads than make their gates at a time */
     add_gdn(l, gen, TYPICAL, 2, 6, 3, 6, KB_SEGS({1, 9}, {3, 0}));
     add_gdn(l, gen, TYPICAL, 2, 2, 3, 8, KB_SEGS({1, 9}, {1, 3}));
     add_gdn(l, gen, SLOW, 1, 3, 6, 3, KB_SEGS({2, 9}));
