@@ -30,6 +30,7 @@ typedef struct buffers {
 typedef struct world_options {
     size_t cap;
     int32_t wait_ms;
+    int32_t proof_times;
     bool no_peer;      /* CUDA: NCCL alone */
     bool wrong_device; /* CUDA: lanes open other GPUs than their communicators are for */
     bool one_gpu;      /* CUDA: every communicator is for the first */
@@ -138,6 +139,7 @@ static ql_status open_group(world *w, ql_error *err) {
                                         .max_bytes = w->o.cap,
                                         .wait_ms = w->o.wait_ms,
                                         .init_ms = INIT_MS,
+                                        .proof_times = w->o.proof_times,
                                         .no_peer = w->o.no_peer,
                                         .abort = &w->lanes.abort,
                                         .log = &c->log,
@@ -722,6 +724,41 @@ static void guards(ql_check *c, int32_t n, bool nccl) {
     }
 }
 
+/* ---- the proof that lanes begin with ----------------------------------------------------------------------------------- */
+
+/* The path that lanes settle on after `times` the usual rounds; "" where they could not be opened. */
+static const char *proven_path(ql_check *c, int32_t n, bool nccl, int32_t times, uint64_t *compared, ql_error *err) {
+    const char *path = "";
+    world *w = NULL;
+    const world_options o = {.cap = 1 << 20, .wait_ms = WAIT_MS, .proof_times = times, .no_peer = nccl};
+    *compared = 0;
+    if (world_open(&w, c, n, &o, err) == QL_OK) {
+#if QL_CUDA
+        path = ql_comm_cuda_path(w->group);
+        *compared = ql_comm_cuda_proved(w->group);
+#endif
+        world_close(w);
+    }
+    return path;
+}
+
+/* A path that only long proving finds wrong is switched off by it. */
+static void proof(ql_check *c, int32_t n, bool nccl) {
+    if (!ql_check_begin(c, n, "collectives.proof%s", path_suffix(nccl))) {
+        return;
+    }
+    ql_error err = {0};
+    uint64_t compared, usual;
+    char note[640];
+    const char *before = proven_path(c, n, nccl, 1, &usual, &err);
+    const char *path = proven_path(c, n, nccl, c->run_long ? 50 : 5, &compared, &err);
+    bool ok = *path && strcmp(path, before) == 0 && compared > usual;
+    snprintf(note, sizeof note, "%s after the usual rounds, then %s%s%s", before, path, err.text[0] ? ": " : "",
+             err.text);
+    ql_check_end(
+        c, &(ql_check_case){.outcome = ok ? QL_CHECK_PASSED : QL_CHECK_FAILED, .compared = compared, .note = note});
+}
+
 /* ---- all ------------------------------------------------------------------------------------------------------------- */
 
 void ql_check_collectives(ql_check *c, const char *check) {
@@ -729,8 +766,8 @@ void ql_check_collectives(ql_check *c, const char *check) {
         void (*run)(ql_check *c, int32_t n, bool nccl);
         int32_t least; /* lanes it makes sense for */
         bool cuda;     /* on GPUs alone */
-    } groups[] = {{sizes, 1, false},      {steps, 1, false},       {recorded, 1, true},       {guards, 1, false},
-                  {two_groups, 2, false}, {abort_group, 2, false}, {deadline_group, 2, false}};
+    } groups[] = {{sizes, 1, false},  {steps, 1, false},      {recorded, 1, true},     {proof, 2, true},
+                  {guards, 1, false}, {two_groups, 2, false}, {abort_group, 2, false}, {deadline_group, 2, false}};
     (void)check; /* the only one of its kind */
     bool cuda = c->kind == QL_DEVICE_CUDA;
     for (int32_t n = ql_check_lanes(c, 0); n; n = ql_check_lanes(c, n)) {

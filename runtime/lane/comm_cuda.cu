@@ -59,6 +59,7 @@ struct ql_comm_group {
     bool use_peer;
     int n_block[MAX_LANES];
     uint64_t n_peer, n_nccl; /* collectives served; relaxed atomics */
+    uint64_t n_proved;       /* elements; likewise */
 };
 
 /* ---- the peer kernel --------------------------------------------------------------------------------------------- */
@@ -520,6 +521,8 @@ static ql_status prove_path(ql_comm *c, bool peer, int64_t n, int rounds, uint32
     float *src = (float *)m->proof, *dst = (float *)(m->proof + g->cap);
     unsigned grid = (unsigned)((n + THREADS - 1) / THREADS);
     grid = grid > 512 ? 512 : grid;
+    rounds *= g->o.proof_times > 1 ? g->o.proof_times : 1;
+    ql_dev_count(&g->n_proved, (uint64_t)n * (uint64_t)rounds);
     for (int r = 0; r < rounds; r++) {
         uint32_t round = seed + (uint32_t)r;
         proof_fill<<<grid, THREADS, 0, stream_of(c)>>>(src, n, c->lane, round);
@@ -654,3 +657,5 @@ void ql_comm_cuda_calls(const ql_comm_group *g, uint64_t *peer, uint64_t *nccl) 
     *peer = __atomic_load_n(&g->n_peer, __ATOMIC_RELAXED);
     *nccl = __atomic_load_n(&g->n_nccl, __ATOMIC_RELAXED);
 }
+
+uint64_t ql_comm_cuda_proved(const ql_comm_group *g) { return __atomic_load_n(&g->n_proved, __ATOMIC_RELAXED); }

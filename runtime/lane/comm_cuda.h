@@ -21,7 +21,8 @@ typedef struct ql_comm_cuda_options {
     const int32_t *ordinal; /* [n_lane] CUDA devices */
     size_t max_bytes;       /* largest vector of a reduction */
     int32_t wait_ms, init_ms;
-    bool no_peer; /* leave the peer path out: what GPUs get that cannot reach each other's memory */
+    int32_t proof_times; /* the proof has so many times its usual rounds; 0: 1 */
+    bool no_peer;        /* leave the peer path out: what GPUs get that cannot reach each other's memory */
     ql_abort *abort;
     ql_log *log;
     const ql_allocator *mem;
@@ -50,8 +51,10 @@ void ql_comm_cuda_close(ql_comm_group **group);
 const char *ql_comm_cuda_path(const ql_comm_group *group);
 int32_t ql_comm_cuda_nccl_version(const ql_comm_group *group);
 
-/* Collectives that each path has served so far, over all lanes, the proof's left out. Any thread. */
+/* Over all lanes: collectives that each path has served so far, those of the proof left out, and elements that the proof
+ * compared. Any thread. */
 void ql_comm_cuda_calls(const ql_comm_group *group, uint64_t *peer, uint64_t *nccl);
+uint64_t ql_comm_cuda_proved(const ql_comm_group *group);
 
 #ifdef __cplusplus
 }

@@ -31,9 +31,9 @@ static const struct {
     const char *name;
     int32_t least; /* lanes it has cases for */
 } groups[] = {
-    {"sizes", 1},           {"steps", 1},         {"recorded", 1},      {"guards", 1}, {"sizes_nccl", 2},
-    {"steps_nccl", 2},      {"recorded_nccl", 2}, {"two_groups", 2},    {"abort", 2},  {"deadline", 2},
-    {"two_groups_nccl", 2}, {"abort_nccl", 2},    {"deadline_nccl", 2},
+    {"sizes", 1},      {"steps", 1},         {"recorded", 1},        {"guards", 1},     {"sizes_nccl", 2},
+    {"steps_nccl", 2}, {"recorded_nccl", 2}, {"proof", 2},           {"proof_nccl", 2}, {"two_groups", 2},
+    {"abort", 2},      {"deadline", 2},      {"two_groups_nccl", 2}, {"abort_nccl", 2}, {"deadline_nccl", 2},
 };
 
 static void result(bool ok, const char *name, uint64_t compared, const char *note) {
