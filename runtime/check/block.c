@@ -14,10 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if QL_CUDA
-#include "kernels/cuda.h"
-#endif
-
 static const double limit = 1e-3, least_magnitude = 1e-3, most_nothing = 0.1;
 
 /* ---- rows ------------------------------------------------------------------------------------------------------------ */
