@@ -26,6 +26,8 @@
  * A row's bits depend on its own q and the cache alone: not on the other rows or the number of lanes, on the host not on
  * the phase either. Dot products use 16 accumulators as in linear.h; scores are the dot product times 1/16. CUDA kernels
  * take generated rows in chunks that end at fixed positions and fold those in order.
+ * Precision BF16 or FP8 lets a device take, for prompt rows, q', the weights and entries of an F32 or FP8 cache rounded
+ * once to 8 bits or more before they are multiplied (CUDA does, hosts do not); scores, maxima and sums stay f32.
  * o f32 [T][n_head][256]; o may be q.
  */
 #ifndef QL_KERNELS_ATTENTION_H
@@ -63,6 +65,7 @@ typedef struct ql_attention_args {
     int32_t n_head;          /* local query heads */
     int32_t head0, kv_head0; /* first local heads in the whole model */
     int32_t group;           /* query heads that share a kv head */
+    ql_precision precision;  /* of prompt rows; AUTO is EXACT */
 } ql_attention_args;
 
 #endif

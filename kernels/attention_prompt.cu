@@ -53,25 +53,6 @@ __device__ __forceinline__ uint8_t *flash_at(uint8_t *base, int row, int chunk) 
     return base + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
 }
 
-/* PAIRS (row, head) pairs of a segment, counted row by row over the kv head's query heads. */
-struct pair_tile {
-    int seg, first, n;
-};
-
-__device__ __forceinline__ bool find_pairs(const ql_batch &b, int slot, int n_head, struct pair_tile *t) {
-    for (int s = 0; s < b.n_seg; s++) {
-        int pairs = (b.seg_row[s + 1] - b.seg_row[s]) * n_head, count = (pairs + PAIRS - 1) / PAIRS;
-        if (slot < count) {
-            t->seg = s;
-            t->first = slot * PAIRS;
-            t->n = min(PAIRS, pairs - slot * PAIRS);
-            return true;
-        }
-        slot -= count;
-    }
-    return false;
-}
-
 /* exp(d) 2^12 for d <= 0: the factor keeps both f16 parts of small weights out of the subnormals, and cancels. */
 __device__ __forceinline__ float weight_of(float d) { return exp2f(d * 1.4426950408889634f) * 4096.0f; }
 
@@ -85,7 +66,7 @@ __global__ void __launch_bounds__(256, 1)
     heads_of(a, kv, &h0, &h1);
     int nh = h1 - h0;
     struct pair_tile t;
-    if (nh <= 0 || !find_pairs(b, gridDim.x - 1 - blockIdx.x, nh, &t)) {
+    if (nh <= 0 || !find_pairs(b, gridDim.x - 1 - blockIdx.x, nh, PAIRS, &t)) {
         return;
     }
     uint8_t *q_sm = flash_raw + warp * (2 * 16 * ROW_BYTES), *k_sm = flash_raw + 8 * 2 * 16 * ROW_BYTES,
@@ -276,8 +257,11 @@ template <int TYPE> static ql_status run_fma(ql_dev *dev, const ql_attention_arg
 }
 
 ql_status ql_attention_prompt_cuda(ql_dev *dev, const ql_attention_args *a) {
-    /* 192 KiB of shared memory a block: compute capability 9.0, 10.0 and the like */
     int cc = cuda(dev)->cc;
+    if (cc == 90 && (a->precision == QL_PREC_BF16 || a->precision == QL_PREC_FP8)) {
+        return ql_attention_group_cuda(dev, a);
+    }
+    /* 192 KiB of shared memory a block: compute capability 9.0, 10.0 and the like */
     if (a->cache->type == QL_KV_F16 && (cc == 90 || cc == 100 || cc == 103)) {
         return run_flash(dev, a);
     }

@@ -12,6 +12,8 @@ enum { D = 256, HEADS = 8, MAX_CHUNK = 1024, FP8_GROUP = 64 };
 /* Rows of one phase; n_row and n_head are positive. */
 ql_status ql_attention_prompt_cuda(ql_dev *dev, const ql_attention_args *a);
 ql_status ql_attention_gen_cuda(ql_dev *dev, const ql_attention_args *a);
+ql_status ql_attention_group_cuda(ql_dev *dev,
+                                  const ql_attention_args *a); /* prompt rows, precision bf16, GPUs of 9.0 */
 
 /* Index of the first channel of a cache row. */
 __device__ __forceinline__ int64_t cache_row(int page, int n_kv, int head, int pos) {
@@ -91,6 +93,25 @@ struct work_shared {
 __device__ __forceinline__ void heads_of(const struct ql_attention_args &a, int kv, int *h0, int *h1) {
     *h0 = max((kv + a.kv_head0) * a.group - a.head0, 0);
     *h1 = min((kv + a.kv_head0 + 1) * a.group - a.head0, a.n_head);
+}
+
+/* `size` (row, head) pairs of a segment, counted row by row over the kv head's query heads. */
+struct pair_tile {
+    int seg, first, n;
+};
+
+__device__ __forceinline__ bool find_pairs(const ql_batch &b, int slot, int n_head, int size, struct pair_tile *t) {
+    for (int s = 0; s < b.n_seg; s++) {
+        int pairs = (b.seg_row[s + 1] - b.seg_row[s]) * n_head, count = (pairs + size - 1) / size;
+        if (slot < count) {
+            t->seg = s;
+            t->first = slot * size;
+            t->n = min(size, pairs - slot * size);
+            return true;
+        }
+        slot -= count;
+    }
+    return false;
 }
 
 /* n positions from `begin` on. Afterwards x.max and x.sum are set and threads 0..127 hold the weighted values of

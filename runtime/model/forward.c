@@ -203,7 +203,8 @@ static ql_status attention_mixer(ql_model *m, const ql_batch *b, const ql_layer_
                            .n_head = m->shape.n_head,
                            .head0 = m->shard.q0,
                            .kv_head0 = m->shard.kv0,
-                           .group = m->config->n_head / m->config->n_kv_head});
+                           .group = m->config->n_head / m->config->n_kv_head,
+                           .precision = precision_of(m, b->phase)});
     return row_parallel(m, b, &w->o, ws->q, ws->delta, mark, QL_TIME_ATTENTION);
 }
 

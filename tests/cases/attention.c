@@ -6,7 +6,7 @@
 #include <math.h>
 
 enum { D = 256, GROUP8 = 64 /* channels of an FP8 scale */ };
-enum { P_OP, P_TYPE, P_REGIME, P_HEAD, P_HEAD0, P_GROUP, P_EXTRA, P_PHASE, P_SEG }; /* n, then len, pos */
+enum { P_OP, P_TYPE, P_REGIME, P_HEAD, P_HEAD0, P_GROUP, P_EXTRA, P_PHASE, P_PRECISION, P_SEG }; /* n, then len, pos */
 enum { OP_PREP, OP_ATTENTION }; /* P_EXTRA: rotary of prep, o = q of attention */
 enum { NORMAL, OUTLIER, EQUAL, RISING, FALLING, HUGE_SCORE, LOW, N_REGIME };
 
@@ -25,7 +25,7 @@ static kc_case *add(kc_list *l, int32_t op, int32_t type, int32_t regime, int32_
                      ? kc_add(l, "attention.prep.%s.h%dat%d.g%d.r%d", type_name[type], n_head, head0, group, extra)
                      : kc_add(l, "attention.%s.%s.h%dat%d.g%d%s", type_name[type], regime_name[regime], n_head, head0,
                               group, extra ? ".alias" : "");
-    const int32_t p[] = {op, type, regime, n_head, head0, group, extra, QL_PHASE_PROMPT, n_seg};
+    const int32_t p[] = {op, type, regime, n_head, head0, group, extra, QL_PHASE_PROMPT, QL_PREC_EXACT, n_seg};
     memcpy(c->p, p, sizeof p);
     size_t used = strlen(c->name);
     double keys = 0.0, seen = 0.0;
@@ -50,6 +50,14 @@ static kc_case *add(kc_list *l, int32_t op, int32_t type, int32_t regime, int32_
         c->bytes = keys * entry + c->rows * 4.0 * D * 3 * n_head;
         c->flops = 4.0 * D * n_head * seen;
     }
+    return c;
+}
+
+static kc_case *add_bf16(kc_list *l, int32_t type, int32_t regime, int32_t n_head, int32_t head0, int32_t group,
+                         int32_t n_seg, const int32_t (*segs)[2]) {
+    kc_case *c = add(l, OP_ATTENTION, type, regime, n_head, head0, group, 0, n_seg, segs), from = *c;
+    snprintf(c->name, sizeof c->name, "attention.prec-bf16%.80s", from.name + strlen("attention"));
+    c->p[P_PRECISION] = QL_PREC_BF16;
     return c;
 }
 
@@ -91,6 +99,20 @@ static void list(kc_list *l) {
             from.p[P_PHASE] = QL_PHASE_GEN;
             *c = from;
         }
+    }
+    /* prompt rows in precision bf16: more than one block of positions, more pairs than a tile holds, other tiles for others */
+    for (int32_t type = QL_KV_F16; type <= QL_KV_FP8; type++) {
+        add_bf16(l, type, NORMAL, 1, 0, 1, KB_SEGS({1, 0}));
+        add_bf16(l, type, NORMAL, 4, 0, 2, KB_SEGS({1, 62}, {1, 63}, {1, 64}, {1, 127}, {1, 128}, {1, 129}));
+        add_bf16(l, type, NORMAL, 2, 0, 2, KB_SEGS({130, 0}));
+        add_bf16(l, type, NORMAL, 12, 6, 6, KB_SEGS({20, 320}, {64, 64}));
+        add_bf16(l, type, NORMAL, 5, 4, 3, KB_SEGS({66, 0}, {3, 5}));
+        add_bf16(l, type, NORMAL, 1, 0, 1, KB_SEGS({1, 999}));
+        add_bf16(l, type, NORMAL, 24, 0, 6, KB_SEGS({128, 512}))->is_long = true;
+    }
+    for (int32_t r = 0; r < N_REGIME; r++) {
+        add_bf16(l, QL_KV_F16, r, 2, 0, 1, KB_SEGS({3, 61}, {64, 0}));
+        add_bf16(l, QL_KV_BF16, r, 2, 0, 2, KB_SEGS({1, 200}, {65, 128}));
     }
 }
 
@@ -360,6 +382,7 @@ static ql_status call_batch(kc_run *run, const ql_batch *batch, int64_t row0) {
         .head0 = p[P_HEAD0],
         .kv_head0 = p[P_HEAD0] / p[P_GROUP],
         .group = p[P_GROUP],
+        .precision = (ql_precision)p[P_PRECISION],
     };
     return run->dev->ops->attention(run->dev, &a);
 }
@@ -504,6 +527,11 @@ static void attention_oracle(kc_run *run) {
     int32_t type = p[P_TYPE], n_head = p[P_HEAD];
     const float *q = x->q->host, *qg = x->qg->host;
     double *want = kc_want(x->o), *tol = kc_tol(x->o);
+    /* what one rounding to f16 or bf16 takes of q and the weights, and of entries that are not held as such */
+    bool rounded = p[P_PRECISION] == QL_PREC_BF16;
+    double half_ulp = type == QL_KV_F16 || type == QL_KV_FP8 ? 0x1p-11 : 0x1p-8;
+    double in_q = rounded ? half_ulp : 0.0,
+           in_kv = rounded && (type == QL_KV_FP8 || type == QL_KV_F32) ? half_ulp : 0.0;
     int32_t most = b->max_page * 64;
     double *k = malloc((size_t)most * D * sizeof *k), *v = malloc((size_t)most * D * sizeof *v);
     double *score = malloc((size_t)most * sizeof *score);
@@ -545,7 +573,7 @@ static void attention_oracle(kc_run *run) {
                     double gate = 1.0 / (1.0 + exp(-(double)qg[at * 2 * D + D + c]));
                     want[at * D + c] = o[c] / sum * gate;
                     /* a score is wrong by its own rounding, which moves every weight by as much */
-                    tol[at * D + c] = (1e-6 + 2e-7 * size) * v_size[c] / sum * gate;
+                    tol[at * D + c] = (1e-6 + in_q + in_kv + (2e-7 + in_q + in_kv) * size) * v_size[c] / sum * gate;
                 }
             }
         }
@@ -588,6 +616,7 @@ static ql_status call_heads(kc_run *run) {
                 .head0 = p[P_HEAD0] + (int32_t)(i % p[P_HEAD]),
                 .kv_head0 = p[P_HEAD0] / p[P_GROUP],
                 .group = p[P_GROUP],
+                .precision = (ql_precision)p[P_PRECISION],
             };
             QL_TRY(run->dev->ops->attention(run->dev, &a));
         }

@@ -357,7 +357,7 @@ static void bench_mixers(void) {
         static const int32_t ctx[] = {512, 8192, 32768, 131072};
         for (int i = 0; i < 4; i++) {
             batch = make_batch(QL_PHASE_GEN, 1, ctx[i] - 1);
-            attn = (ql_attention_args){&batch, q, qg, &cache, o, HEAD, 0, 0, 6};
+            attn = (ql_attention_args){&batch, q, qg, &cache, o, HEAD, 0, 0, 6, QL_PREC_EXACT};
             prep = (ql_attn_prep_args){&batch, qg, m, u, small, small, rope, q, &cache, HEAD, 64, 1e-6f};
             snprintf(name, sizeof name, "attention.gen.%s ctx%d", types[ty].name, ctx[i]);
             if (wanted(name)) {
@@ -373,16 +373,20 @@ static void bench_mixers(void) {
         for (int i = 0; i < 4; i++) {
             int32_t n = prompt[i][0], pos = prompt[i][1];
             batch = make_batch(QL_PHASE_PROMPT, n, pos);
-            attn = (ql_attention_args){&batch, q, qg, &cache, o, HEAD, 0, 0, 6};
             prep = (ql_attn_prep_args){&batch, qg, m, u, small, small, rope, q, &cache, HEAD, 64, 1e-6f};
             snprintf(name, sizeof name, "attn_prep.%s t%d", types[ty].name, n);
             if (i < 2 && wanted(name)) {
                 report(name, time_calls(call_prep, 16),
                        4.0 * 256 * n * (2 * HEAD + 2 * KV) + n / 64 * (double)ql_kv_page_bytes(cache.type, KV), 0);
             }
-            snprintf(name, sizeof name, "attention.prompt.%s t%d at%d", types[ty].name, n, pos);
-            if (wanted(name)) {
-                report(name, time_calls(call_attn, 2), 0, 4.0 * 256 * HEAD * n * (pos + 0.5 * n));
+            for (int exact = 0; exact < 2; exact++) {
+                attn =
+                    (ql_attention_args){&batch, q, qg, &cache, o, HEAD, 0, 0, 6, exact ? QL_PREC_EXACT : QL_PREC_BF16};
+                snprintf(name, sizeof name, "attention.prompt.%s.%s t%d at%d", exact ? "exact" : "bf16", types[ty].name,
+                         n, pos);
+                if (wanted(name)) {
+                    report(name, time_calls(call_attn, 2), 0, 4.0 * 256 * HEAD * n * (pos + 0.5 * n));
+                }
             }
         }
         dev.ops->free(&dev, cache.k);
