@@ -143,8 +143,10 @@ small="linear.nvfp4.exact.gen.t3.n33.k256.s4.normal linear.nvfp4.bf16.prompt.t16
     linear.bf16.bf16.prompt.t16.n33.k256.s4.normal linear.bf16.exact.gen.t3.n33.k256.s4.normal
     linear.f32.exact.gen.t1.n33.k256.s4.normal norm.rms.t65.n256.delta.ld256.normal norm.gated.t3.h6.alias.normal
     mlp.swiglu.t7.n1024.x1.alias embed.BF16.t1.h256.ids35-39 gdn.conv.gen.c16 gdn.conv.prompt.c384
-    gdn.gen.typical.k2.v2 gdn.prompt.typical.k2.v2.g1 attention.prep.fp8.h4 attention.f16.normal.h4at0
-    attention.fp8.normal.h2at0 attention.f16.normal.h1at0.g1.1at999 attention.gen.f16.normal.h12at12
+    gdn.gen.typical.k2.v2 gdn.gen.slow.k4.v8.g2 gdn.prompt.typical.k2.v2.g1 gdn.prompt.slow.k1.v2.g2.v0_0.65at64
+    gdn.prompt.typical.k2.v6.g3 attention.prep.fp8.h4 attention.f16.normal.h4at0 attention.fp8.normal.h2at0
+    attention.f16.normal.h1at0.g1.1at999 attention.gen.f16.normal.h12at12 attention.gen.fp8.normal.h5at4
+    attention.gen.bf16.normal.h70at0.g70
     sample.topk.t3.v8.lane0of1.k5.cap8.ties sample.chain.t12.v9.lane0of1.k7.cap7.ties.one.f-1"
 
 # One of compute-sanitizer's tools over small kernel cases, each a process with a limit of its own, eight at a time.
