@@ -140,8 +140,8 @@ QL_API ql_options ql_options_default(void);
 
 typedef struct ql_engine ql_engine;
 
-/* Opens the checkpoint, starts one thread per lane and one conductor, and makes each lane's slices resident. Blocks
- * until all lanes are ready. Strings and arrays in `options` are copied. On failure *engine is NULL, everything is
+/* Opens the checkpoint, starts one thread per lane and one conductor, and makes each lane's slices resident. A few more
+ * threads read files meanwhile and have ended when it returns. Blocks until all lanes are ready. Strings and arrays in `options` are copied. On failure *engine is NULL, everything is
  * released and `err` holds the first error of any lane. */
 QL_API ql_status ql_engine_open(ql_engine **engine, const ql_options *options, ql_error *err);
 

@@ -31,20 +31,30 @@ static ql_status copy_options(ql_engine *e, const ql_options *o, ql_error *err) 
     return QL_OK;
 }
 
+/* A large vocabulary takes a second or so: that passes while lanes load. */
+static void *open_tokenizer(void *arg) {
+    ql_engine *e = arg;
+    ql_tokenizer_open(&e->tokenizer, e->ckpt->dir, &e->tokenizer_err);
+    __atomic_store_n(&e->tokenized, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+static ql_status join_tokenizer(ql_engine *e, ql_error *err) {
+    if (e->is_tokenizing) {
+        ql_thread_join(e->tokenizing);
+        e->is_tokenizing = false;
+    }
+    return e->tokenizer_err.status ? ql_fail(err, e->tokenizer_err.status, "%s", e->tokenizer_err.text) : QL_OK;
+}
+
 static ql_status open_model_files(ql_engine *e, ql_error *err) {
     QL_TRY(ql_checkpoint_open(&e->ckpt, e->options.model, err));
     if (e->ckpt->summary.has_tokenizer) {
-        QL_TRY(ql_tokenizer_open(&e->tokenizer, e->ckpt->dir, err));
+        QL_TRY(ql_thread_start(&e->tokenizing, "qlane-tokenizer", open_tokenizer, e, err));
+        e->is_tokenizing = true;
     }
     for (int32_t i = 0; ql_checkpoint_note(e->ckpt, i); i++) {
         ql_logf(&e->log, QL_LOG_INFO, "%s", ql_checkpoint_note(e->ckpt, i));
-    }
-    int32_t vocab = e->ckpt->config.vocab;
-    QL_TRY(ql_alloc(e->mem, ((size_t)vocab + 31) / 32, 4, "the set of allowed ids", (void **)&e->allowed, err));
-    for (int32_t id = 0; id < vocab; id++) {
-        if (!e->tokenizer || ql_tokenizer_has(e->tokenizer, id)) {
-            e->allowed[id / 32] |= 1u << (id % 32);
-        }
     }
     return QL_OK;
 }
@@ -140,14 +150,19 @@ static void count_resident(void *user, uint64_t bytes) {
 static ql_status lane_open_model(ql_lane *lane, void *arg) {
     ql_engine *e = arg;
     const ql_shard *shard = &e->shard[lane->index];
-    QL_TRY(ql_model_open(&e->model[lane->index], e->ckpt, shard, &e->limits, &lane->dev, &lane->comm, &e->log,
-                         e->allowed, e->pool, count_resident, e, &lane->err));
+    QL_TRY(ql_model_open(&e->model[lane->index], e->ckpt, shard, &e->limits, &lane->dev, &lane->comm, &e->log, NULL,
+                         e->pool, count_resident, e, &lane->err));
     ql_model_bytes planned;
     ql_model_size(e->ckpt, shard, &e->limits, lane->dev.ops, &planned);
     if (memcmp(&planned, ql_model_held(e->model[lane->index]), sizeof planned) != 0) {
         return ql_fail(&lane->err, QL_ERR_INTERNAL, "lane %d holds other bytes than were planned", lane->index);
     }
     return QL_OK;
+}
+
+static ql_status lane_allow(ql_lane *lane, void *arg) {
+    const ql_engine *e = arg;
+    return ql_model_allow(e->model[lane->index], e->allowed);
 }
 
 static ql_status lane_step(ql_lane *lane, void *arg) {
@@ -185,6 +200,19 @@ static ql_status open_lanes(ql_engine *e, ql_error *err) {
     return QL_OK;
 }
 
+/* With the tokenizer there: which ids may be sampled. */
+static ql_status allow_ids(ql_engine *e, ql_error *err) {
+    QL_TRY(join_tokenizer(e, err));
+    int32_t vocab = e->ckpt->config.vocab;
+    QL_TRY(ql_alloc(e->mem, ((size_t)vocab + 31) / 32, 4, "the set of allowed ids", (void **)&e->allowed, err));
+    for (int32_t id = 0; id < vocab; id++) {
+        if (!e->tokenizer || ql_tokenizer_has(e->tokenizer, id)) {
+            e->allowed[id / 32] |= 1u << (id % 32);
+        }
+    }
+    return ql_lanes_run(&e->lanes, lane_allow, e, err);
+}
+
 /* With all that opening takes in place. */
 static ql_status measure_context(ql_engine *e, ql_error *err) {
     QL_TRY(ql_devices_used_bytes(&e->devices, &e->lanes, e->context_bytes, err));
@@ -202,9 +230,13 @@ static ql_status open_models(ql_engine *e, ql_error *err) {
         ql_model_size(e->ckpt, &e->shard[i], &e->limits, e->devices.ops, &b);
         e->total_bytes += b.stored_weight + b.stored_scale;
     }
+    if (__atomic_load_n(&e->tokenized, __ATOMIC_ACQUIRE)) { /* a bad one is better known before a long load */
+        QL_TRY(join_tokenizer(e, err));
+    }
     QL_TRY(ql_pool_open(&e->pool, ql_pool_size(e->n_lane), e->mem, err));
     QL_TRY(ql_lanes_run(&e->lanes, lane_open_model, e, err));
     ql_pool_close(&e->pool);
+    QL_TRY(allow_ids(e, err));
     e->opened_ns[QL_OPEN_MEMORY] = ql_model_sized_ns(e->model[0]);
     e->opened_ns[QL_OPEN_WEIGHTS] = ql_now_ns();
     return measure_context(e, err);
@@ -283,6 +315,7 @@ void ql_engine_close(ql_engine **engine) {
         ql_unlock(&e->mutex);
         ql_thread_join(e->conductor);
     }
+    join_tokenizer(e, NULL);
     if (!ql_lanes_close(&e->lanes)) {
         return; /* a lane is still out there and reads all this */
     }

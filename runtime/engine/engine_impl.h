@@ -117,6 +117,10 @@ struct ql_engine {
     ql_test_hooks hooks;
     ql_checkpoint *ckpt;
     ql_tokenizer *tokenizer; /* NULL: ids only */
+    ql_thread tokenizing;    /* opens it while lanes load */
+    bool is_tokenizing;
+    int32_t tokenized; /* atomic: the thread is done */
+    ql_error tokenizer_err;
     ql_devices devices;
     int32_t n_lane, ctx;
     ql_model_limits limits;

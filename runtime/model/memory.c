@@ -293,6 +293,13 @@ static ql_status alloc_state(ql_model *m) {
     return QL_OK;
 }
 
+static size_t allowed_bytes(const ql_config *c) { return ((size_t)c->vocab + 31) / 32 * 4; }
+
+ql_status ql_model_allow(ql_model *m, const uint32_t *allowed) {
+    QL_TRY(m->dev->ops->h2d(m->dev, m->allowed, allowed, allowed_bytes(m->config)));
+    return m->dev->ops->sync(m->dev);
+}
+
 static ql_status alloc_workspace(ql_model *m, const uint32_t *allowed, ql_pool *pool) {
     ql_dev *dev = m->dev;
     ql_workspace_place(&m->ws, m->config, &m->shard, &m->limits, NULL);
@@ -300,9 +307,11 @@ static ql_status alloc_workspace(ql_model *m, const uint32_t *allowed, ql_pool *
     ql_workspace_place(&m->ws, m->config, &m->shard, &m->limits, m->ws_memory);
     dev->scratch_bytes = dev->ops->scratch_bytes(dev, &m->shape);
     QL_TRY(dev->ops->alloc(dev, dev->scratch_bytes, "the kernels' scratch", &dev->scratch));
-    size_t set_bytes = ((size_t)m->config->vocab + 31) / 32 * 4;
+    size_t set_bytes = allowed_bytes(m->config);
     QL_TRY(dev->ops->alloc(dev, set_bytes, "the set of allowed ids", (void **)&m->allowed));
-    QL_TRY(dev->ops->h2d(dev, m->allowed, allowed, set_bytes));
+    if (allowed) {
+        QL_TRY(ql_model_allow(m, allowed));
+    }
     QL_TRY(make_rope(m, pool));
     m->held.workspace = m->ws.bytes + dev->scratch_bytes + set_bytes + rope_bytes(m->config, &m->limits);
     return QL_OK;

@@ -48,12 +48,15 @@ uint64_t ql_model_slot_bytes(const ql_checkpoint *ckpt, const ql_shard *shard);
 typedef void (*ql_resident_fn)(void *user, uint64_t bytes);
 
 /* Allocates everything and makes the slices resident. `ckpt`, `dev` and `comm` outlive the model. `allowed` is a bit set
- * over the vocabulary of the ids that may be sampled, (vocab + 31) / 32 words. The threads of `pool` (may be NULL) help and
+ * over the vocabulary of the ids that may be sampled, (vocab + 31) / 32 words; NULL: ql_model_allow will bring it. The threads of `pool` (may be NULL) help and
  * are done when it returns. */
 ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_shard *shard,
                         const ql_model_limits *limits, ql_dev *dev, ql_comm *comm, ql_log *log, const uint32_t *allowed,
                         ql_pool *pool, ql_resident_fn resident, void *user, ql_error *err);
 void ql_model_close(ql_model **model);
+
+/* Before the first step, where open was not given the set. */
+ql_status ql_model_allow(ql_model *model, const uint32_t *allowed);
 
 /* When everything but the weights was in place, on the clock of ql_now_ns. */
 int64_t ql_model_sized_ns(const ql_model *model);

@@ -3,6 +3,7 @@
 
 #include "runtime/base/num.h"
 
+#include <stdio.h>
 #include <string.h>
 #include <zlib.h>
 
@@ -71,7 +72,11 @@ static ql_file_place place_of(const ql_model *m, const ql_tensor *t) {
 
 static ql_status load_slice(ql_model *m, const ql_weight_src *src, ql_weight *out) {
     ql_dev_count(&m->dev->progress, 1);
-    QL_TRY(m->dev->ops->weight_load(m->dev, src, out));
+    if (m->dev->ops->weight_load(m->dev, src, out) != QL_OK) {
+        char lane[32];
+        snprintf(lane, sizeof lane, "lane %d", m->shard.lane);
+        return ql_fail_in(m->dev->err, lane);
+    }
     return m->limits.verify ? verify(m, out, src) : QL_OK;
 }
 

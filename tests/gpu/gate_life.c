@@ -86,6 +86,7 @@ void ql_gate_file_shrinks(void **state) {
     ql_engine *engine = NULL;
     ql_error err = {0};
     assert_int_equal(ql_plant_open(&engine, &o, f, &err), QL_ERR_MODEL);
+    ql_test_assert_has(err.text, "lane 0: ");
     ql_test_assert_has(err.text, "embed_tokens.weight: cannot read its file at byte ");
     ql_test_assert_has(err.text, "the file has become shorter");
     assert_int_equal(f->left_behind, 0);

@@ -531,6 +531,52 @@ static void log_progress_and_stats(void **state) {
     assert_true(s.load_s > 0);
 }
 
+/* What a record of a measurement asks for. */
+static void times_and_lane_info(void **state) {
+    (void)state;
+    ql_options o = ql_test_options(ql_test_model_named("micro-lanes8"), 2);
+    o.measure = 1;
+    o.profile = 1;
+    ql_engine *engine = ql_test_open(&o);
+    ql_request r = ql_test_request(ql_test_prompt, QL_TEST_PROMPT, 4);
+    ql_result_free(ql_test_generate(engine, &r));
+    ql_stats s = ql_test_stats(engine);
+    static const char *const parts[] = {"files", "devices", "collectives", "memory", "weights"};
+    double sum = 0;
+    assert_int_equal(s.n_open, 5);
+    for (int32_t i = 0; i < s.n_open; i++) {
+        assert_string_equal(s.open[i].name, parts[i]);
+        assert_true(s.open[i].ms >= 0);
+        sum += s.open[i].ms;
+    }
+    assert_true(sum > 0 && sum <= s.load_s * 1e3);
+    double phases = 0;
+    for (int32_t i = 0; i < s.n_phases; i++) {
+        phases += s.phase[i].ms;
+    }
+    assert_true(phases > 0);
+    for (int32_t i = 0; i < 2; i++) {
+        ql_lane_info info = {.size = sizeof info};
+        assert_int_equal(ql_engine_lane_info(engine, i, &info), QL_OK);
+        assert_true(info.stream_bytes_per_s > 1e7);
+        assert_string_equal(info.link, "host");
+        assert_true(info.bus[0] == 0 && info.driver[0] == 0 && info.nccl[0] == 0);
+        assert_true(info.sm_mhz == -1 && info.power_w < 0 && info.power_limit_w < 0);
+    }
+    ql_lane_info info = {.size = sizeof info};
+    assert_int_equal(ql_engine_lane_info(engine, 2, &info), QL_ERR_USAGE);
+    assert_int_equal(ql_engine_lane_info(engine, -1, &info), QL_ERR_USAGE);
+    info.size = 0;
+    assert_int_equal(ql_engine_lane_info(engine, 0, &info), QL_ERR_USAGE);
+    ql_engine_close(&engine);
+    o.measure = 0;
+    engine = ql_test_open(&o);
+    info.size = sizeof info;
+    assert_int_equal(ql_engine_lane_info(engine, 0, &info), QL_OK);
+    assert_true(info.stream_bytes_per_s < 0);
+    ql_engine_close(&engine);
+}
+
 /* ---- ends of generation ------------------------------------------------------------------------------------------- */
 
 static void finish_reasons(void **state) {
@@ -685,6 +731,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(open_and_close_a_hundred_times),
         cmocka_unit_test(close_cancels_and_tells),
         cmocka_unit_test(log_progress_and_stats),
+        cmocka_unit_test(times_and_lane_info),
         cmocka_unit_test(finish_reasons),
         cmocka_unit_test(stop_strings),
         cmocka_unit_test(split_characters),
