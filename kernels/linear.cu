@@ -12,22 +12,15 @@
 
 /* ---- prepared activations ---------------------------------------------------------------------------------------- */
 
-/* Where column kk of a tile of kt columns stands in the order of the matrix instruction's steps (layout.h). */
-__device__ __forceinline__ int step_order(int kk, int kt) {
-    int per_lane = kt / 4, c = kk / per_lane, i = kk % per_lane;
-    return 16 * (i / 4) + 8 * (i / 2 % 2) + 2 * c + i % 2;
-}
-
-/* Block (slice, row). Small rows (kt = 0): columns in their order, [column][k]. Prompt rows: blocks of 64, each of
- * [column][64] in step_order of tiles of kt, 16-byte chunks swizzled by column, as the instruction reads shared memory;
- * n_col: columns of x in all. unit: what the weights in registers are multiplied with to be themselves. */
+/* Block (slice, row). Columns in their order, [column][k]. unit: what the weights in registers are multiplied with to be
+ * themselves. */
 enum {
     X_THREADS = 512,
     X_KEEP = 10
 }; /* numbers of a slice that stay in registers between their largest and the result */
 
-__global__ void __launch_bounds__(X_THREADS) prepare_x(const float *x, int64_t ldx, int k, int ks, enum x_mode mode,
-                                                       int kt, int n_col, float unit, uint16_t *xs, float *xscale) {
+__global__ void __launch_bounds__(X_THREADS)
+    prepare_x(const float *x, int64_t ldx, int k, int ks, enum x_mode mode, float unit, uint16_t *xs, float *xscale) {
     __shared__ float part[X_THREADS / 32];
     after_previous();
     int slice = blockIdx.x, row = blockIdx.y;
@@ -43,43 +36,32 @@ __global__ void __launch_bounds__(X_THREADS) prepare_x(const float *x, int64_t l
         int i = j * X_THREADS + threadIdx.x;
         kept[j] = i < ks ? from[i] : 0.0f;
     }
-    if (mode != X_BF16) {
 #pragma unroll
-        for (int j = 0; j < X_KEEP; j++) {
-            larger(kept[j]);
-        }
-        for (int i = X_KEEP * X_THREADS + threadIdx.x; i < ks; i += X_THREADS) {
-            larger(from[i]);
-        }
-        most = warp_max(most);
-        if ((threadIdx.x & 31) == 0) {
-            part[threadIdx.x >> 5] = most;
-        }
-        __syncthreads();
-        most = warp_max(part[threadIdx.x & (X_THREADS / 32 - 1)]);
-        float back;
-        if (mode == X_E4M3_AS_F16) {
-            back = up = fmaxf(most, 0x1p-126f) / 448.0f;
-        } else {
-            up = scale_to_f16(most, &back);
-        }
-        if (threadIdx.x == 0) {
-            xscale[row * gridDim.x + slice] = back * unit;
-        }
+    for (int j = 0; j < X_KEEP; j++) {
+        larger(kept[j]);
+    }
+    for (int i = X_KEEP * X_THREADS + threadIdx.x; i < ks; i += X_THREADS) {
+        larger(from[i]);
+    }
+    most = warp_max(most);
+    if ((threadIdx.x & 31) == 0) {
+        part[threadIdx.x >> 5] = most;
+    }
+    __syncthreads();
+    most = warp_max(part[threadIdx.x & (X_THREADS / 32 - 1)]);
+    float back;
+    if (mode == X_E4M3_AS_F16) {
+        back = up = fmaxf(most, 0x1p-126f) / 448.0f;
+    } else {
+        up = scale_to_f16(most, &back);
+    }
+    if (threadIdx.x == 0) {
+        xscale[row * gridDim.x + slice] = back * unit;
     }
     int col = row * (mode == X_F16X2 ? 2 : 1);
-    auto place = [&](int c, int i) -> uint16_t * {
-        int at = slice * ks + i;
-        if (kt == 0) {
-            return xs + (int64_t)c * k + at;
-        }
-        int in = at % 64 / kt * kt + step_order(at % kt, kt);
-        return xs + ((int64_t)(at / 64) * n_col + c) * 64 + (in / 8 ^ (c & 7)) * 8 + in % 8;
-    };
+    auto place = [&](int c, int i) -> uint16_t * { return xs + (int64_t)c * k + slice * ks + i; };
     auto put = [&](int i, float v) {
-        if (mode == X_BF16) {
-            *place(col, i) = (uint16_t)(__float_as_uint(round_bf16(v)) >> 16);
-        } else if (mode == X_E4M3_AS_F16) {
+        if (mode == X_E4M3_AS_F16) {
             *place(col, i) = __half_as_ushort(__float2half_rn(f32_of_e4m3(e4m3_of_f32(v / up))));
         } else {
             v = (mode == X_BF16_AS_F16 ? round_bf16(v) : v) * up;
@@ -345,22 +327,9 @@ static int64_t longest_k(const ql_shape *s) {
     return k;
 }
 
-/* Columns of prepared x are padded to whole tiles of the prompt kernels. */
-enum { COL_PAD = 256 };
-
-static size_t x_bytes(int64_t rows, int64_t cols, int64_t k) {
-    return round_256((size_t)(ceil_div(rows * cols, COL_PAD) * COL_PAD * k * 2)) +
-           round_256((size_t)(rows * MAX_SLICES * 4));
-}
-
 size_t ql_linear_cuda_scratch(const ql_dev *dev, const ql_shape *shape) {
     (void)dev;
-    const int64_t max_blocks = 160;
-    /* EXACT prompts, with two columns a row, go in two parts where a step is long. */
-    int64_t blocks = ceil_div(shape->hidden, 128) * ceil_div(2 * (int64_t)shape->max_row, 128);
-    blocks = blocks < max_blocks ? blocks : max_blocks;
-    int64_t rows = shape->max_row > COL_PAD ? shape->max_row : COL_PAD;
-    return x_bytes(rows, 1, longest_k(shape)) + (size_t)(blocks > 1 ? blocks : 1) * PROMPT_STACK_BYTES;
+    return ql_linear_prompt_scratch(shape->hidden, shape->max_row, longest_k(shape));
 }
 
 static bool has_tensor_path(const ql_dev *dev, const ql_linear_args *a, enum x_mode *mode) {
@@ -382,53 +351,39 @@ static bool has_tensor_path(const ql_dev *dev, const ql_linear_args *a, enum x_m
 
 /* n products of one format and x. */
 static ql_status run_tensor(ql_dev *dev, const ql_linear_args *a, int32_t n, enum x_mode mode) {
-    bool gen = a->phase == QL_PHASE_GEN;
-    const ql_weight *w0 = a->w;
+    const ql_weight *w = a->w;
     struct products p {};
-    p.k = w0->k;
+    p.k = w->k;
     p.n_slice = a->n_slice;
-    p.ks = w0->k / a->n_slice;
+    p.ks = w->k / a->n_slice;
     p.x_cols = mode == X_F16X2 ? 2 : 1;
     p.n_target = n;
     for (int i = 0; i < n; i++) {
-        const ql_weight *w = a[i].w;
-        p.target[i] = target{(const uint8_t *)w->data,
-                             w->scale,
+        const ql_weight *one = a[i].w;
+        p.target[i] = target{(const uint8_t *)one->data,
+                             one->scale,
                              a[i].y,
                              a[i].ldy,
-                             w->factor,
-                             w->format == QL_FORMAT_FP8_CHANNEL,
-                             w->n,
-                             (int)ceil_div(w->n, TILE_ROWS),
-                             w->row_off,
-                             w->col_off};
+                             one->factor,
+                             one->format == QL_FORMAT_FP8_CHANNEL,
+                             one->n,
+                             (int)ceil_div(one->n, TILE_ROWS),
+                             one->row_off,
+                             one->col_off};
     }
-    /* as many rows at a time as scratch holds */
-    size_t room = dev->scratch_bytes > PROMPT_STACK_BYTES ? dev->scratch_bytes - PROMPT_STACK_BYTES : 0;
-    int64_t fit = (int64_t)(room / ((size_t)p.k * 2)) / COL_PAD * COL_PAD / p.x_cols;
-    while (fit > 0 && x_bytes(fit, p.x_cols, p.k) > room) {
-        fit -= COL_PAD / p.x_cols;
+    if (a->phase == QL_PHASE_PROMPT) {
+        return ql_linear_prompt_cuda(dev, a, mode, &p);
     }
-    if (fit < 1) {
-        return ql_fail(dev->err, QL_ERR_INTERNAL, "linear: scratch of %zu bytes does not hold a row of %d",
-                       dev->scratch_bytes, p.k);
-    }
-    int most = gen && fit > SMALL_MAX_ROWS ? SMALL_MAX_ROWS : fit > 65535 ? 65535 : (int)fit;
-    for (int t = 0; t < a->n_row; t += most) {
-        int rows = a->n_row - t < most ? a->n_row - t : most;
-        int n_col = (int)(ceil_div((int64_t)rows * p.x_cols, COL_PAD) * COL_PAD);
+    for (int t = 0; t < a->n_row; t += SMALL_MAX_ROWS) {
+        int rows = a->n_row - t < SMALL_MAX_ROWS ? a->n_row - t : SMALL_MAX_ROWS;
         uint8_t *scratch = (uint8_t *)dev->scratch;
-        float *xscale = (float *)(scratch + round_256((size_t)n_col * p.k * 2));
-        size_t used = x_bytes(rows, p.x_cols, p.k);
+        float *xscale = (float *)(scratch + round_256((size_t)rows * p.x_cols * p.k * 2));
         QL_TRY(launch(dev, "linear: activations", prepare_x, dim3((unsigned)a->n_slice, (unsigned)rows), X_THREADS, 0,
-                      a->x + t * a->ldx, a->ldx, p.k, p.ks, mode, gen ? 0 : tile_k(w0->format), n_col,
-                      is_plain(w0->format) ? 1.0f : WEIGHT_UNIT, (uint16_t *)scratch, xscale));
+                      a->x + t * a->ldx, a->ldx, p.k, p.ks, mode, WEIGHT_UNIT, (uint16_t *)scratch, xscale));
         p.xs = (const uint16_t *)scratch;
-        p.xscale = mode == X_BF16 ? NULL : xscale;
+        p.xscale = xscale;
         p.n_row = rows;
-        p.stack = (float *)(scratch + used);
-        QL_TRY(gen ? ql_linear_small_cuda(dev, &p, w0->format)
-                   : ql_linear_prompt_cuda(dev, &p, w0->format, dev->scratch_bytes - used));
+        QL_TRY(ql_linear_small_cuda(dev, &p, w->format));
         for (int i = 0; i < n; i++) {
             p.target[i].y += rows * p.target[i].ldy;
         }

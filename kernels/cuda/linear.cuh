@@ -17,7 +17,7 @@
 enum { MAX_SLICES = 8, TREE_LEVELS = 3 };
 
 /* How x is prepared. */
-enum x_mode { X_F16X2, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16 };
+enum x_mode { X_F16X2, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16, X_E4M3 };
 
 /* One weight and where its result goes. */
 struct target {
@@ -36,9 +36,11 @@ enum { MAX_TARGETS = 4 };
 struct products {
     int k, n_slice, ks;
     const uint16_t *xs;  /* [column][k]: columns of row 0, then of row 1, ... */
-    const float *xscale; /* [row][n_slice]: multiplies a slice's sum; NULL: 1 */
+    const float *xscale; /* [row][n_slice], prompts [slice][xscale_ld]: multiplies a slice's sum; NULL: 1 */
     int n_row, x_cols;   /* x_cols: columns of a row, 1 or 2 */
-    float *stack;        /* prompt kernel: TREE_LEVELS sets of accumulators a block */
+    int xscale_ld;
+    float *stack;   /* prompts: TREE_LEVELS sets of accumulators a block */
+    uint32_t *flag; /* prompts: zeros */
     int n_target;
     struct target target[MAX_TARGETS];
 };
@@ -47,9 +49,9 @@ struct products {
 enum { SMALL_MAX_ROWS = 16 };
 ql_status ql_linear_small_cuda(ql_dev *dev, const struct products *p, ql_qformat format);
 
-/* kernels/linear_prompt.cu. `stack_bytes` limits the blocks that run at a time. */
-enum { PROMPT_STACK_BYTES = TREE_LEVELS * 128 * 256 * 4 };
-ql_status ql_linear_prompt_cuda(ql_dev *dev, const struct products *p, ql_qformat format, size_t stack_bytes);
+/* kernels/linear_prompt.cu: prompt rows of a[0], with the targets of *p. The scratch is for rows up to max_row and k. */
+ql_status ql_linear_prompt_cuda(ql_dev *dev, const ql_linear_args *a, enum x_mode mode, struct products *p);
+size_t ql_linear_prompt_scratch(int64_t hidden, int64_t max_row, int64_t k);
 
 /* n products of the same x, n_row, n_slice, phase and precision: each gives the bits that it gives alone. */
 ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
