@@ -88,24 +88,6 @@ template <int N> __device__ __forceinline__ void hold(float (&d)[N][4]) {
                  : ACC16(0), ACC16(4), ACC16(8), ACC16(12), ACC16(16), ACC16(20), ACC16(24), ACC16(28)                 \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-#define WGMMA_64(TRANSPOSED)                                                                                           \
-    asm volatile("{\n.reg .pred go;\nsetp.ne.b32 go, %37, 0;\n"                                                        \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "                                                 \
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                             \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                   \
-                 "{%32, %33, %34, %35}, %36, go, 1, 1, " TRANSPOSED ";\n}"                                             \
-                 : ACC16(0), ACC16(4)                                                                                  \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)go_on))
-
-/* d = a b, or d += a b where go_on, in f16: a in registers as of m16n8k16 for each warp's 16 rows; b 64 columns by rows of K,
- * or one block of 64 columns. */
-__device__ __forceinline__ void wgmma_f16_rows(float (&d)[8][4], const uint32_t a[4], uint64_t b, bool go_on) {
-    WGMMA_64("0");
-}
-__device__ __forceinline__ void wgmma_f16_columns(float (&d)[8][4], const uint32_t a[4], uint64_t b, bool go_on) {
-    WGMMA_64("1");
-}
-
 /* d = a b, or d += a b where go_on: 64 rows of a, 64 columns of b, both by rows of K. */
 template <bool BF16> __device__ __forceinline__ void wgmma_rows(float (&d)[8][4], uint64_t a, uint64_t b, bool go_on) {
     if (BF16) {
