@@ -178,7 +178,7 @@ FUZZ := $(REPLAY:$(B)/replay/%=$(B)/fuzz/%)
 BENCH := $(patsubst bench/%.c,$(B)/%,$(sort $(wildcard bench/*.c)))
 EXAMPLES := $(patsubst examples/%.c,$(B)/examples/%,$(sort $(wildcard examples/*.c)))
 KCHECK := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/kcheck.c))
-GPU := $(if $(HAVE_CUDA),$(B)/gpu/gate $(B)/gpu/collectives)
+GPU := $(if $(HAVE_CUDA),$(B)/gpu/gate $(B)/gpu/collectives $(B)/gpu/chain)
 
 comma := ,
 define link

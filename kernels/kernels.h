@@ -12,6 +12,7 @@
 #define QL_KERNELS_KERNELS_H
 
 #include "kernels/attention.h"
+#include "kernels/chain.h"
 #include "kernels/embed.h"
 #include "kernels/gdn.h"
 #include "kernels/linear.h"
@@ -39,6 +40,7 @@ typedef enum ql_path {
     QL_PATH_SWIGLU,
     QL_PATH_TOPK,
     QL_PATH_SAMPLE,
+    QL_PATH_CHAIN, /* runs of ops in one launch; the ops count as well */
     QL_PATH_COUNT
 } ql_path;
 
@@ -103,6 +105,8 @@ typedef struct ql_ops {
     ql_status (*swiglu)(ql_dev *dev, const ql_swiglu_args *a);
     ql_status (*add)(ql_dev *dev, const ql_add_args *a);
     ql_status (*gather_rows)(ql_dev *dev, const ql_gather_rows_args *a);
+    /* Runs the first *taken of n ops as one, perhaps none (chain.h). NULL for a device that runs each by itself. */
+    ql_status (*chain)(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken);
     ql_status (*topk)(ql_dev *dev, const ql_topk_args *a);
     ql_status (*sample)(ql_dev *dev, const ql_sample_args *a);
 

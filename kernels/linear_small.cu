@@ -10,127 +10,7 @@
  * those of the next product then fill the places that the last ones of this product leave; a persistent kernel with bulk
  * copies was slower at every shape (bench/NOTES.md). Products of the same x share a launch.
  */
-#include "kernels/cuda/linear.cuh"
-
-/* ---- a unit ------------------------------------------------------------------------------------------------------ */
-
-static constexpr __host__ __device__ int unit_tiles(int format) { return format == QL_FORMAT_NVFP4 ? 5 : 10; }
-
-/* Cut of the weights into units. */
-struct cut {
-    int tiles;        /* column tiles of a slice */
-    int per_slice;    /* units of a slice */
-    int per_row_tile; /* units of a row tile */
-};
-
-/* Sums of a warp: NT column tiles of 8. COLS: columns of a row of x. Even and odd steps are added apart. */
-template <int FMT, int NT, int COLS> struct sums {
-    static constexpr bool FP4 = FMT == QL_FORMAT_NVFP4, BLOCK = FMT == QL_FORMAT_FP8_BLOCK;
-    static constexpr int KT = tile_k(FMT), STEPS = KT / 16, TOK = NT * 8 / COLS;
-    float acc[NT][2][4], total[BLOCK ? NT : 1][4];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                acc[n][0][i] = acc[n][1][i] = 0.0f;
-                total[BLOCK ? n : 0][i] = 0.0f;
-            }
-        }
-    }
-
-    /* One tile: its codes w and scales s of this lane, and the columns of x at the lane's first element, n_col of them. */
-    __device__ __forceinline__ void add(uint4 w, uint32_t s, const uint16_t *x, int k, int n_col, int lane) {
-        uint32_t a[STEPS][4];
-        if (FP4) {
-            uint32_t sg, sg8, lo[8], hi[8];
-            group_scales(s, &sg, &sg8);
-            e2m1_pairs(w.x, lo);
-            e2m1_pairs(w.y, lo + 4);
-            e2m1_pairs(w.z, hi);
-            e2m1_pairs(w.w, hi + 4);
-#pragma unroll
-            for (int j = 0; j < STEPS; j++) {
-                a[j][0] = mul_f16x2(lo[2 * j % 8], sg);
-                a[j][1] = mul_f16x2(hi[2 * j % 8], sg8);
-                a[j][2] = mul_f16x2(lo[(2 * j + 1) % 8], sg);
-                a[j][3] = mul_f16x2(hi[(2 * j + 1) % 8], sg8);
-            }
-        } else {
-            const uint32_t lo[2] = {w.x, w.y}, hi[2] = {w.z, w.w};
-#pragma unroll
-            for (int j = 0; j < STEPS; j++) {
-                a[j][0] = e4m3_pair0(lo[j % 2]);
-                a[j][1] = e4m3_pair0(hi[j % 2]);
-                a[j][2] = e4m3_pair1(lo[j % 2]);
-                a[j][3] = e4m3_pair1(hi[j % 2]);
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            uint32_t b[2 * STEPS] = {};
-            if (n * 8 + (lane >> 2) < n_col) {
-                const uint4 *from = (const uint4 *)(x + (int64_t)(n * 8) * k);
-#pragma unroll
-                for (int j = 0; j < STEPS / 2; j++) {
-                    uint4 v = __ldg(from + j);
-                    b[4 * j] = v.x;
-                    b[4 * j + 1] = v.y;
-                    b[4 * j + 2] = v.z;
-                    b[4 * j + 3] = v.w;
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < STEPS; j++) {
-                mma_f16(acc[n][j & 1], a[j], b[2 * j], b[2 * j + 1]);
-            }
-        }
-    }
-
-    /* The end of a 128-block or of the unit: f and f8 are the block scales of rows g and g + 8. */
-    __device__ __forceinline__ void end_block(float f, float f8) {
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            float *t = total[BLOCK ? n : 0];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                t[i] = fmaf(acc[n][0][i] + acc[n][1][i], i < 2 ? f : f8, t[i]);
-                acc[n][0][i] = acc[n][1][i] = 0.0f;
-            }
-        }
-    }
-
-    /* Into [TOK][16]: row of x, weight row. Rows of x from n_row on are left out. */
-    __device__ __forceinline__ void store(float *out, int n_row, int lane) const {
-        int g = lane >> 2, c = lane & 3;
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            float v[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                v[i] = BLOCK ? total[n % (BLOCK ? NT : 1)][i] : acc[n][0][i] + acc[n][1][i];
-            }
-            if (COLS == 2) {
-                int t = n * 4 + c;
-                if (t < n_row) {
-                    out[t * 16 + g] = fmaf(v[1], 1.0f / 2048.0f, v[0]);
-                    out[t * 16 + g + 8] = fmaf(v[3], 1.0f / 2048.0f, v[2]);
-                }
-            } else {
-                int t = n * 8 + 2 * c;
-                if (t < n_row) {
-                    out[t * 16 + g] = v[0];
-                    out[t * 16 + g + 8] = v[2];
-                }
-                if (t + 1 < n_row) {
-                    out[(t + 1) * 16 + g] = v[1];
-                    out[(t + 1) * 16 + g + 8] = v[3];
-                }
-            }
-        }
-    }
-};
+#include "kernels/cuda/unit.cuh"
 
 /* The codes and scales of a unit, as loaded. */
 template <int FMT> struct unit {
@@ -234,7 +114,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 && NT == 1 ? 3 : 2)
                     f = p.xscale[row * p.n_slice + q] *
                         (t.row_scale ? ((const float *)t.scale)[min(r, t.n - 1)] : t.factor);
                 }
-                slice[q] = v0 * f;
+                slice[q] = __fmul_rn(v0, f);
             }
         }
         if (r < t.n) {

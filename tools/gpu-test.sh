@@ -5,7 +5,7 @@
 #     tools/gpu-test.sh [BUILD [STEP...]]
 #
 # BUILD (default build) holds what `make gpu` built, or only its gpu.tar.gz, which is unpacked where it is newer: nothing is
-# compiled here. Steps are kcheck, gate, check, collectives, sanitize, memcheck, racecheck, initcheck and synccheck, all by
+# compiled here. Steps are kcheck, chain, gate, check, collectives, sanitize, memcheck, racecheck, initcheck and synccheck, all by
 # default. With one GPU the tests of more lanes are skipped and counted as that. Logs go to $OUT or BUILD/gpu-logs.
 #
 #     GATE=FILTER         only those tests of gate, "*" stands for any text
@@ -23,7 +23,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 dir=${1:-build}
 shift $(($# > 0))
-steps=${*:-kcheck gate check collectives sanitize memcheck racecheck initcheck synccheck}
+steps=${*:-kcheck chain gate check collectives sanitize memcheck racecheck initcheck synccheck}
 out=${OUT:-$dir/gpu-logs}
 limit=${LIMIT:-900}
 mkdir -p "$out" || exit 1
@@ -114,6 +114,15 @@ run_check() {
         "worst exact error $(sed -nE 's/^ok .*(exact|golden)\..*worst ([^ ]+) of.*/\2/p' "$log" | sort -g | tail -1)"
 }
 
+run_chain() {
+    local start=$EPOCHREALTIME log=$out/chain.log
+    timeout -k 10 "$limit" "$dir/gpu/chain" >"$log" 2>&1
+    local rc=$? passed failed skipped
+    grep -E '^FAIL' "$log" | head -20
+    read -r passed failed skipped < <(sed -nE 's/^chain: ([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped/\1 \2 \3/p' "$log")
+    row chain $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" "$(sed -n 's/^# rows 1: //p' "$log")"
+}
+
 run_collectives() {
     local start=$EPOCHREALTIME log=$out/collectives.log
     timeout -k 10 "$limit" "$dir/gpu/collectives" "${COLLECTIVES:-}" >"$log" 2>&1
@@ -185,10 +194,10 @@ run_tool() { # run_tool TOOL
 
 for step in $steps; do
     case $step in
-    kcheck | gate | check | collectives | sanitize) "run_$step" ;;
+    kcheck | chain | gate | check | collectives | sanitize) "run_$step" ;;
     memcheck | racecheck | initcheck | synccheck) run_tool "$step" ;;
     *)
-        echo "gpu-test: unknown step $step; there are kcheck, gate, check, collectives, sanitize, memcheck, racecheck," \
+        echo "gpu-test: unknown step $step; there are kcheck, chain, gate, check, collectives, sanitize, memcheck, racecheck," \
             "initcheck, synccheck" >&2
         exit 2
         ;;

@@ -37,7 +37,8 @@ struct cuda_dev {
     size_t arena_bytes, arena_used;
     struct load_ring *ring;  /* weight.cu; NULL but while weights load */
     struct lap_clock *clock; /* device.cu; NULL: phases are not timed */
-    bool capturing;
+    unsigned *edges;         /* on the device, 2 words: where the blocks of a chain meet */
+    bool capturing, no_chain;
     const char *last_op;
 };
 
@@ -110,6 +111,7 @@ ql_status ql_attn_prep_cuda(ql_dev *dev, const ql_attn_prep_args *a);
 ql_status ql_attention_cuda(ql_dev *dev, const ql_attention_args *a);
 ql_status ql_linear_cuda(ql_dev *dev, const ql_linear_args *a);
 ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
+ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken);
 ql_status ql_topk_cuda(ql_dev *dev, const ql_topk_args *a);
 ql_status ql_sample_cuda(ql_dev *dev, const ql_sample_args *a);
 

@@ -445,6 +445,29 @@ static ql_status op_sample(ql_dev *dev, const ql_sample_args *a) {
     return ql_sample_cuda(dev, a);
 }
 
+/* The ops that it takes count as if they had run alone. */
+static ql_status op_chain(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken) {
+    QL_TRY(ql_chain_cuda(dev, op, n, taken));
+    for (int32_t i = 0; i < *taken; i++) {
+        switch (op[i].kind) {
+        case QL_OP_RMSNORM: begin_op(dev, QL_PATH_NORM); break;
+        case QL_OP_LINEAR:
+            for (int32_t j = 0; j < op[i].u.linear.n; j++) {
+                begin_op(dev, ql_path_linear(op[i].u.linear.a[j].w->format, QL_PHASE_GEN));
+            }
+            break;
+        case QL_OP_CONV: begin_op(dev, QL_PATH_CONV); break;
+        case QL_OP_GDN: begin_op(dev, QL_PATH_GDN_STEP); break;
+        case QL_OP_GATED_NORM: begin_op(dev, QL_PATH_GATED_NORM); break;
+        case QL_OP_SWIGLU: begin_op(dev, QL_PATH_SWIGLU); break;
+        }
+    }
+    if (*taken > 0) {
+        begin_op(dev, QL_PATH_CHAIN);
+    }
+    return QL_OK;
+}
+
 static const char *cuda_variant(const ql_dev *dev, int32_t path) {
     (void)dev;
     (void)path;
@@ -484,6 +507,7 @@ static void cuda_close(ql_dev *dev) {
     close_clock(dev);
     ql_cuda_ring_close(dev);
     cudaFree(d->arena);
+    cudaFree(d->edges);
     cudaFreeHost(d->pinned);
     cudaFreeHost(d->back);
     for (int i = 0; i < STAGE_SLOTS; i++) {
@@ -538,6 +562,7 @@ static constexpr ql_ops make_table(bool timed) {
     t.swiglu = op_swiglu;
     t.add = op_add;
     t.gather_rows = op_gather_rows;
+    t.chain = timed ? nullptr : op_chain; /* phases are timed op by op */
     t.topk = op_topk;
     t.sample = op_sample;
     t.describe = describe;
@@ -563,9 +588,10 @@ static ql_status profile(ql_dev *dev) {
     return QL_OK;
 }
 
-/* "family=cuda,...": the only variant so far. */
-static ql_status check_kernels(const char *text, ql_error *err) {
-    static const char *const families[] = {"embed", "linear", "norm", "gdn", "attention", "mlp", "sample"};
+/* "family=cuda,...": the only variant so far, but for chain, which has off. */
+static ql_status check_kernels(const char *text, bool *chain, ql_error *err) {
+    static const char *const families[] = {"embed", "linear", "norm", "gdn", "attention", "mlp", "sample", "chain"};
+    *chain = true;
     for (const char *p = text; p && *p;) {
         size_t len = strcspn(p, ","), key = strcspn(p, "=,");
         bool known = false;
@@ -575,10 +601,12 @@ static ql_status check_kernels(const char *text, ql_error *err) {
         if (!known) {
             return ql_fail(
                 err, QL_ERR_USAGE,
-                "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample", (int)key,
-                p);
+                "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample, chain",
+                (int)key, p);
         }
-        if (len != key + 5 || memcmp(p + key, "=cuda", 5) != 0) {
+        if (len == 9 && memcmp(p, "chain=off", 9) == 0) {
+            *chain = false;
+        } else if (len != key + 5 || memcmp(p + key, "=cuda", 5) != 0) {
             return ql_fail(err, QL_ERR_USAGE, "no CUDA variant '%.*s' of kernel family '%.*s'; it has cuda",
                            (int)(len > key ? len - key - 1 : 0), p + key + (len > key), (int)key, p);
         }
@@ -638,18 +666,22 @@ static ql_status open_device(ql_dev *dev, const ql_cuda_device *info) {
     }
     CU_TRY(dev, cudaMallocHost((void **)&d->pinned, STAGE_SLOTS * STAGE_BYTES), "pinned staging memory");
     CU_TRY(dev, cudaMallocHost((void **)&d->back, STAGE_BYTES), "pinned staging memory");
+    CU_TRY(dev, cudaMalloc((void **)&d->edges, 2 * sizeof *d->edges), "a chain's counters");
+    CU_TRY(dev, cudaMemsetAsync(d->edges, 0, 2 * sizeof *d->edges, d->stream), "a chain's counters");
     return QL_OK;
 }
 
 ql_status ql_cuda_dev_open(ql_dev *dev, int32_t ordinal, const char *kernels, const ql_allocator *mem, ql_error *err) {
     ql_cuda_device info;
-    QL_TRY(check_kernels(kernels, err));
+    bool chain;
+    QL_TRY(check_kernels(kernels, &chain, err));
     QL_TRY(ql_cuda_info(ordinal, &info, err));
     void *impl;
     QL_TRY(ql_alloc(mem, 1, sizeof(struct cuda_dev), "a CUDA lane", &impl, err));
     ql_dev_init(dev, &table, mem, err, impl);
     struct cuda_dev *d = cuda(dev);
     d->ordinal = ordinal;
+    d->no_chain = !chain;
     d->n_sm = info.n_sm;
     d->cc = 10 * info.major + info.minor;
     snprintf(dev->device, sizeof dev->device, "cuda:%d %.48s", ordinal, info.name);

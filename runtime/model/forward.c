@@ -27,6 +27,59 @@ static ql_status failed(const ql_model *m, const char *op) {
         }                                                                                                              \
     } while (0)
 
+/* ---- ops in a row ----------------------------------------------------------------------------------------------- */
+
+/* Runs one op by itself. */
+static ql_status run_op(ql_model *m, const ql_op *op) {
+    const ql_ops *ops = m->dev->ops;
+    ql_dev_count(&m->dev->progress, 1);
+    switch (op->kind) {
+    case QL_OP_RMSNORM: return ops->rmsnorm(m->dev, &op->u.rmsnorm) == QL_OK ? QL_OK : failed(m, "rmsnorm");
+    case QL_OP_LINEAR:
+        if (op->u.linear.n == 1) {
+            return ops->linear(m->dev, op->u.linear.a) == QL_OK ? QL_OK : failed(m, "linear");
+        }
+        return ops->linear_group(m->dev, op->u.linear.a, op->u.linear.n) == QL_OK ? QL_OK : failed(m, "linear");
+    case QL_OP_CONV: return ops->conv(m->dev, &op->u.conv) == QL_OK ? QL_OK : failed(m, "conv");
+    case QL_OP_GDN: return ops->gdn(m->dev, &op->u.gdn) == QL_OK ? QL_OK : failed(m, "gdn");
+    case QL_OP_GATED_NORM: return ops->gated_norm(m->dev, &op->u.gated_norm) == QL_OK ? QL_OK : failed(m, "gated_norm");
+    case QL_OP_SWIGLU: return ops->swiglu(m->dev, &op->u.swiglu) == QL_OK ? QL_OK : failed(m, "swiglu");
+    }
+    return ql_fail(m->dev->err, QL_ERR_INTERNAL, "lane %d: op kind %d", m->comm->lane, (int)op->kind);
+}
+
+/* Runs the ops that wait in m->chain, as many at a time as the device takes. Everything that is not in the chain comes after
+ * this. */
+static ql_status flush(ql_model *m) {
+    int32_t n = m->n_chain;
+    m->n_chain = 0;
+    for (int32_t i = 0; i < n;) {
+        int32_t taken;
+        ql_dev_count(&m->dev->progress, 1);
+        if (m->dev->ops->chain(m->dev, m->chain + i, n - i, &taken) != QL_OK) {
+            return failed(m, "chain");
+        }
+        if (taken == 0) {
+            QL_TRY(run_op(m, &m->chain[i]));
+            taken = 1;
+        }
+        i += taken;
+    }
+    return QL_OK;
+}
+
+/* Runs an op now, or later with its neighbours where the step is one that the device runs as chains. */
+static ql_status emit(ql_model *m, ql_op op) {
+    if (!m->chaining) {
+        return run_op(m, &op);
+    }
+    if (m->n_chain == QL_CHAIN_MAX) {
+        QL_TRY(flush(m));
+    }
+    m->chain[m->n_chain++] = op;
+    return QL_OK;
+}
+
 const char *ql_phase_kind_name(ql_phase_kind kind) {
     static const char *const names[QL_TIME_COUNT] = {
         [QL_TIME_EMBED] = "embed",   [QL_TIME_GDN] = "gdn",   [QL_TIME_ATTENTION] = "attention", [QL_TIME_MLP] = "mlp",
@@ -72,33 +125,31 @@ static ql_linear_args column_product(const ql_model *m, const ql_batch *b, const
 /* y[i] = the lane's rows of w[i], up to 4 weights that meet the same x. */
 static ql_status column_parallel(ql_model *m, const ql_batch *b, const float *x, int32_t n, const ql_weight *const *w,
                                  float *const *y) {
-    ql_linear_args a[4];
+    ql_op op = {.kind = QL_OP_LINEAR, .u.linear.n = n};
     for (int32_t i = 0; i < n; i++) {
-        a[i] = column_product(m, b, w[i], x, y[i]);
+        op.u.linear.a[i] = column_product(m, b, w[i], x, y[i]);
     }
-    ql_dev_count(&m->dev->progress, 1);
-    if (m->dev->ops->linear_group(m->dev, a, n) != QL_OK) {
-        return failed(m, "linear");
-    }
-    return QL_OK;
+    return emit(m, op);
 }
 
 /* y = the sum over all lanes of the lane's columns: own slices as a subtree, then the lanes' part of the tree. */
 static ql_status row_parallel(ql_model *m, const ql_batch *b, const ql_weight *w, const float *x, float *y,
                               int64_t *mark, ql_phase_kind kind) {
     float *own = m->comm->n_lane == 1 ? y : m->ws.part;
-    OP(m, linear,
-       (ql_linear_args){.w = w,
-                        .x = x,
-                        .y = own,
-                        .ldx = w->k,
-                        .ldy = w->n,
-                        .n_row = b->n_row,
-                        .n_slice = local_slices(m),
-                        .phase = b->phase,
-                        .precision = precision_of(m, b->phase)});
+    QL_TRY(emit(m, (ql_op){.kind = QL_OP_LINEAR,
+                           .u.linear = {.n = 1,
+                                        .a[0] = {.w = w,
+                                                 .x = x,
+                                                 .y = own,
+                                                 .ldx = w->k,
+                                                 .ldy = w->n,
+                                                 .n_row = b->n_row,
+                                                 .n_slice = local_slices(m),
+                                                 .phase = b->phase,
+                                                 .precision = precision_of(m, b->phase)}}}));
     lap(m, kind, mark);
     if (own != y) {
+        QL_TRY(flush(m));
         ql_dev_count(&m->dev->progress, 1);
         QL_TRY(m->comm->reduce(m->comm, own, y, (int64_t)b->n_row * w->n));
         lap(m, QL_TIME_REDUCE, mark);
@@ -108,16 +159,15 @@ static ql_status row_parallel(ql_model *m, const ql_batch *b, const ql_weight *w
 
 /* x += delta (where not NULL), y = norm(x). */
 static ql_status norm(ql_model *m, int32_t n_row, float *x, const float *delta, const float *w, float *y, int64_t ldy) {
-    OP(m, rmsnorm,
-       (ql_rmsnorm_args){.x = x,
-                         .delta = delta,
-                         .w = w,
-                         .y = y,
-                         .ldy = ldy,
-                         .n_row = n_row,
-                         .n = m->config->hidden,
-                         .eps = m->config->rms_eps});
-    return QL_OK;
+    return emit(m, (ql_op){.kind = QL_OP_RMSNORM,
+                           .u.rmsnorm = {.x = x,
+                                         .delta = delta,
+                                         .w = w,
+                                         .y = y,
+                                         .ldy = ldy,
+                                         .n_row = n_row,
+                                         .n = m->config->hidden,
+                                         .eps = m->config->rms_eps}});
 }
 
 /* y = embedding rows of the ids, complete on every lane. */
@@ -145,35 +195,35 @@ static ql_status gdn_mixer(ql_model *m, const ql_batch *b, const ql_layer_weight
     const ql_shape *s = &m->shape;
     QL_TRY(column_parallel(m, b, ws->xn, 4, (const ql_weight *const[]){&w->in_qkv, &w->in_z, &w->in_b, &w->in_a},
                            (float *const[]){ws->m, ws->z, ws->b, ws->a}));
-    OP(m, conv,
-       (ql_conv_args){.batch = b,
-                      .m = ws->m,
-                      .w = w->conv,
-                      .tail = w->tail,
-                      .y = ws->u,
-                      .channels = ql_model_channels(&m->shard)});
-    OP(m, gdn,
-       (ql_gdn_args){.batch = b,
-                     .u = ws->u,
-                     .a = ws->a,
-                     .b = ws->b,
-                     .a_log = w->a_log,
-                     .dt_bias = w->dt_bias,
-                     .state = w->state,
-                     .o = ws->o,
-                     .n_key_head = s->n_key_head,
-                     .n_value_head = s->n_value_head,
-                     .key_head0 = m->shard.k0,
-                     .value_head0 = m->shard.v0,
-                     .group = m->config->n_value_head / m->config->n_key_head});
-    OP(m, gated_norm,
-       (ql_gated_norm_args){.o = ws->o,
-                            .z = ws->z,
-                            .w = w->gdn_norm,
-                            .y = ws->o,
-                            .n_row = b->n_row,
-                            .n_head = s->n_value_head,
-                            .eps = m->config->rms_eps});
+    QL_TRY(emit(m, (ql_op){.kind = QL_OP_CONV,
+                           .u.conv = {.batch = b,
+                                      .m = ws->m,
+                                      .w = w->conv,
+                                      .tail = w->tail,
+                                      .y = ws->u,
+                                      .channels = ql_model_channels(&m->shard)}}));
+    QL_TRY(emit(m, (ql_op){.kind = QL_OP_GDN,
+                           .u.gdn = {.batch = b,
+                                     .u = ws->u,
+                                     .a = ws->a,
+                                     .b = ws->b,
+                                     .a_log = w->a_log,
+                                     .dt_bias = w->dt_bias,
+                                     .state = w->state,
+                                     .o = ws->o,
+                                     .n_key_head = s->n_key_head,
+                                     .n_value_head = s->n_value_head,
+                                     .key_head0 = m->shard.k0,
+                                     .value_head0 = m->shard.v0,
+                                     .group = m->config->n_value_head / m->config->n_key_head}}));
+    QL_TRY(emit(m, (ql_op){.kind = QL_OP_GATED_NORM,
+                           .u.gated_norm = {.o = ws->o,
+                                            .z = ws->z,
+                                            .w = w->gdn_norm,
+                                            .y = ws->o,
+                                            .n_row = b->n_row,
+                                            .n_head = s->n_value_head,
+                                            .eps = m->config->rms_eps}}));
     return row_parallel(m, b, &w->out, ws->o, ws->delta, mark, QL_TIME_GDN);
 }
 
@@ -181,6 +231,7 @@ static ql_status attention_mixer(ql_model *m, const ql_batch *b, const ql_layer_
     ql_workspace *ws = &m->ws;
     QL_TRY(column_parallel(m, b, ws->xn, 3, (const ql_weight *const[]){&w->q, &w->k, &w->v},
                            (float *const[]){ws->qg, ws->k, ws->v}));
+    QL_TRY(flush(m));
     OP(m, attn_prep,
        (ql_attn_prep_args){.batch = b,
                            .qg = ws->qg,
@@ -212,7 +263,9 @@ static ql_status mlp(ql_model *m, const ql_batch *b, const ql_layer_weights *w, 
     ql_workspace *ws = &m->ws;
     QL_TRY(column_parallel(m, b, ws->xn, 2, (const ql_weight *const[]){&w->gate, &w->up},
                            (float *const[]){ws->gate, ws->up}));
-    OP(m, swiglu, (ql_swiglu_args){.g = ws->gate, .u = ws->up, .y = ws->gate, .n_row = b->n_row, .n = m->shape.mlp});
+    QL_TRY(emit(
+        m, (ql_op){.kind = QL_OP_SWIGLU,
+                   .u.swiglu = {.g = ws->gate, .u = ws->up, .y = ws->gate, .n_row = b->n_row, .n = m->shape.mlp}}));
     return row_parallel(m, b, &w->down, ws->gate, ws->delta, mark, QL_TIME_MLP);
 }
 
@@ -347,6 +400,7 @@ static ql_status compute(ql_model *m, const ql_step *step, const ql_batch *b, in
     QL_TRY(embed(m, (const int32_t *)(in + at->id), b->n_row, ws->x));
     lap(m, QL_TIME_EMBED, mark);
     QL_TRY(probe_hidden(m, step, 0));
+    m->chaining = m->chain && m->dev->ops->chain && b->phase == QL_PHASE_GEN && !step->probe_hidden;
     for (int32_t i = 0; i < m->config->n_layer; i++) {
         QL_TRY(layer(m, b, &m->layer[i], ws->x, i > 0, mark));
         if (step->probe_hidden) {
@@ -356,6 +410,8 @@ static ql_status compute(ql_model *m, const ql_step *step, const ql_batch *b, in
             QL_TRY(probe_hidden(m, step, i + 1));
         }
     }
+    QL_TRY(flush(m));
+    m->chaining = false;
     QL_TRY(norm(m, b->n_row, ws->x, ws->delta, m->norm, ws->xn, m->config->hidden));
     if (step->probe_final && m->comm->lane == 0) {
         QL_TRY(m->dev->ops->d2h(m->dev, step->probe_final, ws->xn, (size_t)elems * sizeof(float)));

@@ -361,6 +361,10 @@ ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_sh
     for (int32_t i = 0; i < m->config->n_layer; i++) {
         m->layer[i].full_attention = m->config->full_attention[i];
     }
+    if (dev->ops->chain && comm->n_lane == 1) { /* between two exchanges a chain is too short to gain */
+        QL_TRY_GOTO(ql_alloc(dev->mem, QL_CHAIN_MAX, sizeof *m->chain, "a chain of ops", (void **)&m->chain, err),
+                    fail);
+    }
     QL_TRY_GOTO(load_begin(m, pool), fail);
     QL_TRY_GOTO(alloc_state(m), fail);
     QL_TRY_GOTO(alloc_workspace(m, allowed, pool), fail);
@@ -403,6 +407,7 @@ void ql_model_close(ql_model **model) {
     dev->ops->free(dev, dev->scratch);
     dev->scratch = NULL;
     ql_free(dev->mem, m->layer);
+    ql_free(dev->mem, m->chain);
     ql_free(dev->mem, m);
     *model = NULL;
 }

@@ -47,6 +47,9 @@ typedef struct ql_recording {
     uint64_t calls[QL_PATH_COUNT];
 } ql_recording;
 
+/* Ops of a step that wait to run as one. */
+enum { QL_CHAIN_MAX = 64 };
+
 struct ql_model {
     const ql_checkpoint *ckpt;
     const ql_config *config;
@@ -80,6 +83,9 @@ struct ql_model {
     uint64_t time_ns[QL_TIME_COUNT];
     ql_recording recording[QL_MAX_RECORDINGS];
     int32_t n_recording, next_recording;
+    ql_op *chain; /* QL_CHAIN_MAX; NULL: the device runs each op by itself */
+    int32_t n_chain;
+    bool chaining; /* this step's ops go there */
 };
 
 ql_shape ql_model_shape(const ql_config *config, const ql_shard *shard, const ql_model_limits *limits);

@@ -1,0 +1,331 @@
+/* A chain of ops gives the bits of the same ops one by one, on three recurrent layers of the 27B's shape, over and over; and
+ * the time of both.
+ *
+ *     chain [ROUNDS]
+ */
+#include "kernels/cuda.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum {
+    HIDDEN = 5120,
+    MLP = 17408,
+    KEYS = 16,
+    VALUES = 48,
+    CHANNELS = (2 * KEYS + VALUES) * 128,
+    LAYERS = 3,
+    MAX_ROW = 2,
+    SLOTS = 2
+};
+
+static ql_dev dev;
+static ql_error err;
+static uint64_t rng = 88172645463325252u;
+
+static void must(ql_status status) {
+    if (status != QL_OK) {
+        fprintf(stderr, "chain: %s\n", err.text);
+        exit(1);
+    }
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static uint64_t next(void) {
+    rng ^= rng << 13;
+    rng ^= rng >> 7;
+    return rng ^= rng << 17;
+}
+
+/* A device array, what it holds at the start of a round, and after the ops one by one and as a chain. `between`: what an op
+ * hands to the next, which a chain need not write. */
+struct array {
+    const char *name;
+    bool between;
+    float *dev, *start, *want, *got;
+    size_t n;
+};
+static struct array arrays[32];
+static int n_array;
+
+static float *make(const char *name, size_t n, float scale, float mean) {
+    struct array *a = &arrays[n_array++];
+    *a = (struct array){.name = name, .n = n, .start = malloc(n * 4), .want = malloc(n * 4), .got = malloc(n * 4)};
+    for (size_t i = 0; i < n; i++) {
+        a->start[i] = mean + scale * ((float)(next() >> 40) * 0x1p-23f - 1.0f);
+    }
+    must(dev.ops->alloc(&dev, n * 4, name, (void **)&a->dev));
+    return a->dev;
+}
+
+static float *between(const char *name, size_t n) {
+    float *p = make(name, n, 0.0f, 0.0f);
+    arrays[n_array - 1].between = true;
+    return p;
+}
+
+static ql_weight weight(ql_qformat format, int32_t n, int32_t k) {
+    size_t bytes = (size_t)ql_qformat_row_bytes(format, k) * (size_t)n, n_scale = (size_t)n * (size_t)(k / 16 + 4);
+    uint8_t *data = malloc(bytes + 8), *scale = malloc(n_scale);
+    for (size_t i = 0; i < bytes; i += 8) {
+        uint64_t v = next();
+        if (format == QL_FORMAT_BF16) {
+            v = (v & 0x807f807f807f807fu) | 0x3c003c003c003c00u;
+        } else if (format != QL_FORMAT_NVFP4) {
+            v &= 0xb7b7b7b7b7b7b7b7u; /* no NaN, no outliers */
+        }
+        memcpy(data + i, &v, 8);
+    }
+    for (size_t i = 0; i < n_scale; i++) {
+        scale[i] = (uint8_t)(0x28 + next() % 16);
+    }
+    float *row_scale = (float *)(void *)scale;
+    for (int32_t i = 0; format == QL_FORMAT_FP8_CHANNEL && i < n; i++) {
+        row_scale[i] = 0.01f + 0.001f * (float)(next() % 16);
+    }
+    ql_weight_src src = {.module = "chain",
+                         .format = format,
+                         .n = n,
+                         .k = k,
+                         .n_range = 1,
+                         .row1 = {n},
+                         .full_n = n,
+                         .full_k = k,
+                         .data = data,
+                         .scale = scale,
+                         .factor = format == QL_FORMAT_NVFP4 ? 0.01f : 1.0f,
+                         .scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : QL_DTYPE_F32};
+    ql_weight w;
+    must(dev.ops->weight_load(&dev, &src, &w));
+    must(dev.ops->sync(&dev));
+    free(data);
+    free(scale);
+    return w;
+}
+
+static ql_op op[LAYERS * 10];
+
+static void one_by_one(int n) {
+    for (int i = 0; i < n; i++) {
+        switch (op[i].kind) {
+        case QL_OP_RMSNORM: must(dev.ops->rmsnorm(&dev, &op[i].u.rmsnorm)); break;
+        case QL_OP_LINEAR: must(dev.ops->linear_group(&dev, op[i].u.linear.a, op[i].u.linear.n)); break;
+        case QL_OP_CONV: must(dev.ops->conv(&dev, &op[i].u.conv)); break;
+        case QL_OP_GDN: must(dev.ops->gdn(&dev, &op[i].u.gdn)); break;
+        case QL_OP_GATED_NORM: must(dev.ops->gated_norm(&dev, &op[i].u.gated_norm)); break;
+        case QL_OP_SWIGLU: must(dev.ops->swiglu(&dev, &op[i].u.swiglu)); break;
+        }
+    }
+}
+
+static void chained(int n) {
+    for (int i = 0; i < n;) {
+        int32_t taken;
+        must(dev.ops->chain(&dev, op + i, n - i, &taken));
+        if (taken == 0) {
+            fprintf(stderr, "chain: op %d of %d was not taken\n", i, n);
+            exit(1);
+        }
+        i += taken;
+    }
+}
+
+static void restart(void) {
+    for (int i = 0; i < n_array; i++) {
+        must(dev.ops->h2d(&dev, arrays[i].dev, arrays[i].start, arrays[i].n * 4));
+    }
+    must(dev.ops->sync(&dev));
+}
+
+static void fetch(bool want) {
+    for (int i = 0; i < n_array; i++) {
+        must(dev.ops->d2h(&dev, want ? arrays[i].want : arrays[i].got, arrays[i].dev, arrays[i].n * 4));
+        must(dev.ops->sync(&dev));
+    }
+}
+
+/* Arrays that differ; says where. */
+static int compare(int round, size_t *compared) {
+    int bad = 0;
+    for (int i = 0; i < n_array; i++) {
+        const struct array *a = &arrays[i];
+        if (a->between) {
+            continue;
+        }
+        *compared += a->n;
+        for (size_t j = 0; j < a->n; j++) {
+            if (memcmp(&a->want[j], &a->got[j], 4) != 0) {
+                printf("FAIL round %d: %s[%zu] is %g, one by one %g\n", round, a->name, j, (double)a->got[j],
+                       (double)a->want[j]);
+                bad++;
+                break;
+            }
+        }
+    }
+    return bad;
+}
+
+static double time_of(void (*run)(int), int n) {
+    enum { REPEATS = 10 };
+    void *graph;
+    restart();
+    run(n);
+    must(dev.ops->sync(&dev));
+    must(ql_cuda_capture_begin(&dev));
+    for (int i = 0; i < REPEATS; i++) {
+        run(n);
+    }
+    must(ql_cuda_capture_end(&dev, &graph));
+    double best = 1e9;
+    for (int i = 0; i < 5; i++) {
+        must(dev.ops->sync(&dev));
+        double t = now();
+        must(ql_cuda_graph_launch(&dev, graph));
+        must(dev.ops->sync(&dev));
+        t = now() - t;
+        best = t < best ? t : best;
+    }
+    ql_cuda_graph_free(&dev, graph);
+    return best / REPEATS;
+}
+
+int main(int argc, char **argv) {
+    int rounds = argc > 1 ? atoi(argv[1]) : 20, bad = 0, passed = 0;
+    ql_cuda_device info;
+    must(ql_cuda_info(0, &info, &err));
+    if (info.major != 9) {
+        printf("chain: 0 passed, 0 failed, 1 skipped (compute capability %d.%d has no chains)\n", info.major,
+               info.minor);
+        return 0;
+    }
+    must(ql_cuda_dev_open(&dev, 0, NULL, NULL, &err));
+    ql_shape shape = {.hidden = HIDDEN,
+                      .vocab = 1024,
+                      .vocab_local = 1024,
+                      .n_head = 24,
+                      .n_kv_head = 4,
+                      .n_key_head = KEYS,
+                      .n_value_head = VALUES,
+                      .mlp = MLP,
+                      .max_row = 64,
+                      .max_seg = MAX_ROW,
+                      .max_out = MAX_ROW,
+                      .max_ctx = 4096};
+    dev.scratch_bytes = dev.ops->scratch_bytes(&dev, &shape);
+    must(dev.ops->alloc(&dev, dev.scratch_bytes, "scratch", &dev.scratch));
+    ql_weight qkv = weight(QL_FORMAT_FP8_CHANNEL, CHANNELS, HIDDEN),
+              z = weight(QL_FORMAT_FP8_CHANNEL, VALUES * 128, HIDDEN), b = weight(QL_FORMAT_BF16, VALUES, HIDDEN),
+              a = weight(QL_FORMAT_BF16, VALUES, HIDDEN), out = weight(QL_FORMAT_FP8_CHANNEL, HIDDEN, VALUES * 128),
+              gate = weight(QL_FORMAT_NVFP4, MLP, HIDDEN), up = weight(QL_FORMAT_NVFP4, MLP, HIDDEN),
+              down = weight(QL_FORMAT_NVFP4, HIDDEN, MLP);
+    float *x = make("x", MAX_ROW * HIDDEN, 1.0f, 0.0f), *xn = between("normed", MAX_ROW * HIDDEN),
+          *delta = make("delta", MAX_ROW * HIDDEN, 0.0f, 0.0f), *m = between("m", MAX_ROW * CHANNELS),
+          *u = make("u", MAX_ROW * CHANNELS, 0.0f, 0.0f), *zz = make("z", MAX_ROW * VALUES * 128, 0.0f, 0.0f),
+          *bb = make("b", MAX_ROW * VALUES, 0.0f, 0.0f), *aa = make("a", MAX_ROW * VALUES, 0.0f, 0.0f),
+          *o = make("o", MAX_ROW * VALUES * 128, 0.0f, 0.0f), *g = make("gated", MAX_ROW * MLP, 0.0f, 0.0f),
+          *uu = between("up", MAX_ROW * MLP), *w_in = make("w", HIDDEN, 0.1f, 0.0f),
+          *w_post = make("w", HIDDEN, 0.1f, 0.0f), *w_conv = make("w", 4 * CHANNELS, 0.5f, 0.0f),
+          *a_log = make("w", VALUES, 0.5f, 0.0f), *dt = make("w", VALUES, 0.5f, 0.0f),
+          *w_norm = make("w", 128, 0.2f, 1.0f);
+    float *state[LAYERS], *tail[LAYERS];
+    for (int i = 0; i < LAYERS; i++) {
+        state[i] = make("state", (size_t)SLOTS * VALUES * 128 * 128, 0.1f, 0.0f);
+        tail[i] = make("tail", (size_t)SLOTS * 3 * CHANNELS, 1.0f, 0.0f);
+    }
+    /* rows of segments, positions, slots: two sequences, one of them at its start */
+    const int32_t index[] = {0, 1, 2, 0, 7, 0, 1, 0};
+    int32_t *seg;
+    must(dev.ops->alloc(&dev, sizeof index, "batch", (void **)&seg));
+    must(dev.ops->h2d(&dev, seg, index, sizeof index));
+    for (int rows = 1; rows <= MAX_ROW; rows++) {
+        int first = rows == 1 ? 4 : 3; /* a row alone is not at its start */
+        ql_batch batch = {.phase = QL_PHASE_GEN,
+                          .n_row = rows,
+                          .n_seg = rows,
+                          .row_seg = seg,
+                          .row_pos = seg + first,
+                          .seg_row = seg,
+                          .seg_pos = seg + first,
+                          .seg_slot = seg + 5};
+        int n = 0;
+#define PRODUCT(weight, from, to, slices)                                                                              \
+    {                                                                                                                  \
+        .w = &(weight), .x = (from), .y = (to), .ldx = (weight).k, .ldy = (weight).n, .n_row = rows,                   \
+        .n_slice = (slices), .phase = QL_PHASE_GEN, .precision = QL_PREC_EXACT                                         \
+    }
+#define NORM(add, weight)                                                                                              \
+    (ql_op) {                                                                                                          \
+        .kind = QL_OP_RMSNORM, .u.rmsnorm = {                                                                          \
+            .x = x,                                                                                                    \
+            .delta = (add),                                                                                            \
+            .w = (weight),                                                                                             \
+            .y = xn,                                                                                                   \
+            .ldy = HIDDEN,                                                                                             \
+            .n_row = rows,                                                                                             \
+            .n = HIDDEN,                                                                                               \
+            .eps = 1e-6f                                                                                               \
+        }                                                                                                              \
+    }
+        for (int i = 0; i < LAYERS; i++) {
+            op[n++] = NORM(i > 0 ? delta : NULL, w_in);
+            op[n++] = (ql_op){.kind = QL_OP_LINEAR,
+                              .u.linear = {.n = 4,
+                                           .a = {PRODUCT(qkv, xn, m, 1), PRODUCT(z, xn, zz, 1), PRODUCT(b, xn, bb, 1),
+                                                 PRODUCT(a, xn, aa, 1)}}};
+            op[n++] = (ql_op){
+                .kind = QL_OP_CONV,
+                .u.conv = {.batch = &batch, .m = m, .w = w_conv, .tail = tail[i], .y = u, .channels = CHANNELS}};
+            op[n++] = (ql_op){.kind = QL_OP_GDN,
+                              .u.gdn = {.batch = &batch,
+                                        .u = u,
+                                        .a = aa,
+                                        .b = bb,
+                                        .a_log = a_log,
+                                        .dt_bias = dt,
+                                        .state = state[i],
+                                        .o = o,
+                                        .n_key_head = KEYS,
+                                        .n_value_head = VALUES,
+                                        .group = VALUES / KEYS}};
+            op[n++] = (ql_op){
+                .kind = QL_OP_GATED_NORM,
+                .u.gated_norm = {.o = o, .z = zz, .w = w_norm, .y = o, .n_row = rows, .n_head = VALUES, .eps = 1e-6f}};
+            op[n++] = (ql_op){.kind = QL_OP_LINEAR, .u.linear = {.n = 1, .a = {PRODUCT(out, o, delta, 8)}}};
+            op[n++] = NORM(delta, w_post);
+            op[n++] = (ql_op){.kind = QL_OP_LINEAR,
+                              .u.linear = {.n = 2, .a = {PRODUCT(gate, xn, g, 1), PRODUCT(up, xn, uu, 1)}}};
+            op[n++] = (ql_op){.kind = QL_OP_SWIGLU, .u.swiglu = {.g = g, .u = uu, .y = g, .n_row = rows, .n = MLP}};
+            op[n++] = (ql_op){.kind = QL_OP_LINEAR, .u.linear = {.n = 1, .a = {PRODUCT(down, g, delta, 8)}}};
+        }
+        const int lengths[] = {5, 6, 10, n};
+        for (int l = 0; l < 4; l++) {
+            size_t compared = 0;
+            int wrong = 0, many = lengths[l] == n ? rounds : rounds / 4 + 1;
+            restart();
+            one_by_one(lengths[l]);
+            must(dev.ops->sync(&dev));
+            fetch(true);
+            for (int i = 0; i < many; i++) {
+                restart();
+                chained(lengths[l]);
+                must(dev.ops->sync(&dev));
+                fetch(false);
+                wrong += compare(i, &compared) > 0;
+            }
+            printf("%s chain.rows%d.ops%d: %d of %d rounds differ, %zu numbers compared\n", wrong ? "FAIL" : "ok  ",
+                   rows, lengths[l], wrong, many, compared);
+            wrong ? bad++ : passed++;
+        }
+        double apart = time_of(one_by_one, n) / LAYERS * 1e6, as_chain = time_of(chained, n) / LAYERS * 1e6;
+        printf("# rows %d: a layer takes %.1f us one by one, %.1f us as a chain\n", rows, apart, as_chain);
+    }
+    printf("chain: %d passed, %d failed, 0 skipped\n", passed, bad);
+    return bad > 0;
+}
