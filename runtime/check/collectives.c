@@ -10,6 +10,7 @@
 #include "runtime/base/mem.h"
 #include "runtime/base/num.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -581,7 +582,7 @@ static ql_status run_loss(ql_lane *lane, void *arg) {
 
 /* The others' error has to come in time and to name the lane, and everything has to close in time. */
 static void run_loss_case(ql_check *c, int32_t n, const world_options *o, job *j) {
-    const double limit_s = 2;
+    const double limit_s = 2 * fmax(1, c->options.wait_ms / 1e4); /* longer where all deadlines are */
     ql_error err = {0};
     world *w = NULL;
     ql_status status = world_open(&w, c, n, o, &err);
