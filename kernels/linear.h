@@ -17,9 +17,7 @@
  *
  * Precision of x: EXACT as it is; BF16 each element rounded once (nearest even); FP8, for the FP8 formats, each row and
  * slice scaled by s = max(amax, 2^-126) / 448, x / s rounded to E4M3, the slice's sum multiplied by s before its other
- * scale; for other formats as BF16. On Hopper, prompt rows whose slices are whole 128-blocks (and begin on one) meet the
- * weights as FP8 numbers: exact products, 32 at a time aligned to the largest among them and the sum so far, 13 bits below
- * which are kept. Results are within 2^-11 of the sum of magnitudes, little beside the rounding of x (2^-4 of each element).
+ * scale; for other formats as BF16.
  *
  * Shapes: x f32 [T][ldx], y f32 [T][ldy], strides in elements. x and y do not overlap. NaN in x stays in its own row.
  * Each row of y depends on its row of x alone.

@@ -17,7 +17,7 @@
 enum { MAX_SLICES = 8, TREE_LEVELS = 3 };
 
 /* How x is prepared. */
-enum x_mode { X_F16X2, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16, X_E4M3 };
+enum x_mode { X_F16X2, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16 };
 
 /* One weight and where its result goes. */
 struct target {
