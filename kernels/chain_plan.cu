@@ -1,0 +1,265 @@
+/* What of a list of ops runs as a chain: ops are matched from the first on, in the shapes that a step has, and become the run
+ * that the kernel of chain.cu walks over. The first op that fits no shape ends it.
+ */
+#include "kernels/cuda/chain.cuh"
+#include "kernels/cuda/unit.cuh"
+
+/* The run as it grows. */
+struct builder {
+    const ql_dev *dev;
+    struct run *run;
+    int cols, blocks;
+    float *parts;          /* scratch: parts of row-parallel products */
+    const float *parts_of; /* the product that waits there in parts, or NULL */
+    int n_parts;
+};
+
+static bool same_formats(ql_qformat a, ql_qformat b) {
+    return a == b || (is_fp8(a) && is_fp8(b) && a != QL_FORMAT_FP8_BLOCK && b != QL_FORMAT_FP8_BLOCK);
+}
+
+static bool has_units(const ql_linear_args *a) {
+    return !is_plain(a->w->format) && a->w->k / a->n_slice % 64 == 0 &&
+           (a->w->format != QL_FORMAT_FP8_BLOCK || a->w->col_off % 64 == 0);
+}
+
+/* Parts of a row-parallel product: what spreads its row tiles best, and leaves x short enough for registers. 0: none. */
+static int choose_parts(const struct builder *b, int row_tiles, int n_slice, int k, int columns) {
+    int best = 0;
+    int64_t least = INT64_MAX;
+    for (int parts = 1; parts <= 4 && parts <= n_slice; parts *= 2) {
+        int64_t cost = ceil_div((int64_t)row_tiles * parts, b->blocks) * (4 / parts);
+        int slices = n_slice / parts;
+        if (k / n_slice <= X_KEEP * 32 * warps_of_slice(slices) && columns * 2 * k / parts <= X_MOST && cost < least) {
+            least = cost;
+            best = parts;
+        }
+    }
+    return best;
+}
+
+static void use_batch(struct run *r, const ql_batch *b) {
+    r->n_seg = b->n_seg;
+    r->seg_row = b->seg_row;
+    r->seg_pos = b->seg_pos;
+    r->seg_slot = b->seg_slot;
+}
+
+/* [rmsnorm] linear [conv | swiglu] */
+static int take_product(struct builder *b, const ql_op *op, int n) {
+    struct run *r = b->run;
+    const ql_rmsnorm_args *norm = op->kind == QL_OP_RMSNORM ? &op->u.rmsnorm : NULL;
+    int used = norm ? 1 : 0;
+    if (used >= n || op[used].kind != QL_OP_LINEAR) {
+        return 0;
+    }
+    const ql_linear_args *a = op[used].u.linear.a;
+    int group = op[used++].u.linear.n, cols = a->precision == QL_PREC_EXACT ? 2 : 1;
+    struct product p = {};
+    int extra = 128;
+    p.k = a->w->k;
+    p.n_slice = a->n_slice;
+    p.ks = p.k / p.n_slice;
+    p.format = a->w->format;
+    p.mode = a->precision == QL_PREC_EXACT                         ? X_F16X2
+             : a->precision == QL_PREC_FP8 && is_fp8(a->w->format) ? X_E4M3_AS_F16
+                                                                   : X_BF16_AS_F16;
+    p.x = a->x;
+    p.ldx = (int)a->ldx;
+    p.epilogue = STORE;
+    if (a->phase != QL_PHASE_GEN || a->n_row < 1 || a->n_row > MAX_ROWS || (r->n_row && a->n_row != r->n_row) ||
+        (b->cols && b->cols != cols)) {
+        return 0;
+    }
+    for (int i = 0; i < group; i++) {
+        const ql_weight *w = a[i].w;
+        if (has_units(&a[i]) && w->n % TILE_ROWS == 0 && p.n_plain == 0 && p.n_target < 3 &&
+            same_formats(w->format, a->w->format) && w->col_off == a->w->col_off) {
+            p.target[p.n_target++] = chain_target{(const uint8_t *)w->data,
+                                                  w->scale,
+                                                  a[i].y,
+                                                  (int)a[i].ldy,
+                                                  w->n,
+                                                  w->n / TILE_ROWS,
+                                                  w->factor,
+                                                  (int16_t)w->row_off,
+                                                  (int16_t)w->col_off,
+                                                  w->format == QL_FORMAT_FP8_CHANNEL};
+        } else if ((w->format == QL_FORMAT_BF16 || w->format == QL_FORMAT_F16) && norm && w->k % 8 == 0 &&
+                   p.n_target > 0 && p.n_plain < 2) {
+            p.plain[p.n_plain++] = plain_target{(const uint8_t *)w->data, a[i].y, (int)a[i].ldy, w->n, (int)w->format};
+        } else {
+            return 0;
+        }
+    }
+    if (norm) {
+        if (norm->y != a->x || norm->ldy != a->ldx || norm->n != p.k || norm->n_row != a->n_row || p.n_slice != 1 ||
+            p.k > NORM_KEEP * NORM_THREADS || p.k / b->blocks >= PEND) {
+            return 0;
+        }
+        p.x = norm->x;
+        p.ldx = norm->n;
+        p.norm = norm->w;
+        p.eps = norm->eps;
+        if (norm->delta) {
+            bool split = norm->delta == b->parts_of;
+            p.delta = split ? b->parts : norm->delta;
+            p.delta_parts = split ? b->n_parts : 1;
+            p.delta_stride = a->n_row * norm->n;
+            p.residual = norm->x;
+        }
+    }
+    if (b->parts_of && !(norm && norm->delta == b->parts_of)) {
+        return 0; /* the parts must be added first */
+    }
+    int row_tiles = 0;
+    for (int i = 0; i < p.n_target; i++) {
+        row_tiles += p.target[i].row_tiles;
+    }
+    p.parts = 1;
+    if (used < n && op[used].kind == QL_OP_SWIGLU && op[used].u.swiglu.g == a[0].y && group == 2 && p.n_target == 2 &&
+        op[used].u.swiglu.u == a[1].y && op[used].u.swiglu.n == a[0].w->n && a[1].w->n == a[0].w->n &&
+        op[used].u.swiglu.n_row == a->n_row && a[0].ldy == a[0].w->n) {
+        p.epilogue = GATED;
+        p.target[0].y = op[used++].u.swiglu.y;
+        row_tiles = p.target[0].row_tiles;
+    } else if (used < n && op[used].kind == QL_OP_CONV && op[used].u.conv.m == a[0].y &&
+               op[used].u.conv.channels == a[0].w->n && a[0].ldy == a[0].w->n &&
+               (uintptr_t)op[used].u.conv.w % 16 == 0) {
+        const ql_conv_args *c = &op[used++].u.conv;
+        p.epilogue = CONV;
+        p.conv = c->w;
+        p.tail = c->tail;
+        p.u = c->y;
+        use_batch(r, c->batch);
+        extra += 256 + r->n_seg * 192;
+    } else if (!norm) {
+        p.parts =
+            p.n_target == 1 && a->ldy == a->w->n ? choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row * cols) : 0;
+        if (p.parts == 0) {
+            return 0;
+        }
+    }
+    p.tiles = p.ks / tile_k(p.format);
+    p.per_slice = (int)ceil_div(p.tiles, unit_tiles(p.format));
+    p.n_task = row_tiles * p.parts;
+    p.log_parts = p.parts == 4 ? 2 : p.parts - 1;
+    p.units = p.per_slice * (p.n_slice / p.parts);
+    p.by_slice = (int)ceil_div(1 << 16, p.per_slice);
+    if (p.units > MAX_UNITS) {
+        return 0;
+    }
+    p.stages = (int)ceil_div(p.units, stage_units(p.format));
+    p.part_stride = p.parts > 1 ? a->n_row * a->w->n : 0;
+    b->parts_of = NULL;
+    if (p.parts > 1) {
+        if (b->dev->scratch_bytes < (size_t)p.parts * (size_t)p.part_stride * sizeof(float)) {
+            return 0;
+        }
+        p.target[0].y = b->parts;
+        b->parts_of = a->y;
+        b->n_parts = p.parts;
+    }
+    int x_bytes = a->n_row * cols * x_stride(p.k / p.parts, p.format) * 2,
+        set = (p.epilogue == GATED ? 2 : 1) * p.units * a->n_row * 16;
+    r->x_bytes = x_bytes > r->x_bytes ? x_bytes : r->x_bytes;
+    r->set_floats = set > r->set_floats ? set : r->set_floats;
+    r->n_row = a->n_row;
+    r->extra_bytes = extra > r->extra_bytes ? extra : r->extra_bytes;
+    b->cols = cols;
+    r->op[r->n_op].kind = PRODUCT;
+    r->op[r->n_op++].product = p;
+    return used;
+}
+
+/* gdn gated_norm */
+static int take_recurrence(struct builder *b, const ql_op *op, int n) {
+    struct run *r = b->run;
+    if (n < 2 || op[0].kind != QL_OP_GDN || op[1].kind != QL_OP_GATED_NORM || b->parts_of || r->n_row == 0) {
+        return 0;
+    }
+    const ql_gdn_args *a = &op[0].u.gdn;
+    const ql_gated_norm_args *g = &op[1].u.gated_norm;
+    if (a->batch->phase != QL_PHASE_GEN || a->batch->n_row != r->n_row || g->o != a->o || g->n_row != r->n_row ||
+        g->n_head != a->n_value_head) {
+        return 0;
+    }
+    use_batch(r, a->batch);
+    r->op[r->n_op].kind = RECURRENCE;
+    r->op[r->n_op++].gdn = recurrence{*a, g->z, g->w, g->y, g->eps};
+    int room = (3 + 8) * D * (int)sizeof(float);
+    r->x_bytes = room > r->x_bytes ? room : r->x_bytes;
+    return 2;
+}
+
+/* Chooses how many warps share the units. A barrier tells a warp that waits for a stage only whether it is one phase further
+ * than that: the stage that was in the slot before must have come by then. It has if it is the warp's last one, or in_flight
+ * stages older: no stage is asked for before the in_flight-th before it has come. */
+static void deal(struct product *p, int n_slot, int in_flight) {
+    int most = n_slot - in_flight;
+    int all = p->units * (p->epilogue == GATED ? 2 : 1), per_stage = stage_units(p->format);
+    auto stage = [&](int unit) {
+        int task = unit / all, in = unit % all, piece = in / p->units;
+        return (task * (all / p->units) + piece) * p->stages + (in - piece * p->units) / per_stage;
+    };
+    for (p->dealt = N_WARP; p->dealt > 1; p->dealt--) {
+        bool fits = stage(p->dealt - 1) + 1 <= most;
+        for (int u = 0; u < all && fits; u++) {
+            int gap = stage(u + p->dealt) - stage(u);
+            fits = gap <= most || gap == n_slot;
+        }
+        if (fits) {
+            break;
+        }
+    }
+}
+
+/* What a product leaves in parts, added where the ops have it. */
+static void add_combine(struct builder *b) {
+    struct run *r = b->run;
+    if (b->parts_of) {
+        int n = (int)(r->op[r->n_op - 1].product.part_stride);
+        r->op[r->n_op].kind = COMBINE;
+        r->op[r->n_op++].combine = combine{b->parts, (float *)b->parts_of, b->n_parts, n, n};
+    }
+}
+
+ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken) {
+    *taken = 0;
+    struct cuda_dev *d = cuda(dev);
+    if (d->cc / 10 != 9 || d->n_sm < 4 || d->no_chain) { /* tuned for, and tried on, compute capability 9.0 */
+        return QL_OK;
+    }
+    struct run r;
+    r.n_op = r.n_row = r.n_seg = r.x_bytes = r.set_floats = r.extra_bytes = 0;
+    r.edges = (struct edges *)d->edges;
+    struct builder b = {dev, &r, 0, d->n_sm / 4 * 4, (float *)dev->scratch, NULL, 0};
+    int products = 0;
+    while (*taken < n && r.n_op < MAX_OPS - 1) {
+        int used = take_product(&b, op + *taken, n - *taken);
+        products += used > 0;
+        if (used == 0) {
+            used = take_recurrence(&b, op + *taken, n - *taken);
+        }
+        if (used == 0) {
+            break;
+        }
+        *taken += used;
+    }
+    r.x_bytes = (r.x_bytes + 127) / 128 * 128;
+    r.n_slot = (SHARED_MAX - chain_fixed_bytes(&r, r.n_op + 1)) / SLOT_BYTES;
+    r.n_slot = r.n_slot < MAX_SLOTS ? r.n_slot : MAX_SLOTS;
+    if (products == 0 || r.n_slot < 2) {
+        *taken = 0;
+        return QL_OK;
+    }
+    r.by_slot = (int)ceil_div(1 << 16, r.n_slot);
+    r.in_flight = IN_FLIGHT < r.n_slot / 2 ? IN_FLIGHT : r.n_slot / 2;
+    for (int i = 0; i < r.n_op; i++) {
+        if (r.op[i].kind == PRODUCT) {
+            deal(&r.op[i].product, r.n_slot, r.in_flight);
+        }
+    }
+    add_combine(&b);
+    return ql_chain_launch_cuda(dev, &r, b.cols, b.blocks);
+}

@@ -1,0 +1,153 @@
+/* A run of ops as the chain kernel (chain.cu) takes it, between who chooses it (chain_plan.cu) and who runs it. */
+#ifndef QL_KERNELS_CUDA_CHAIN_CUH
+#define QL_KERNELS_CUDA_CHAIN_CUH
+
+#include "kernels/chain.h"
+#include "kernels/cuda/linear.cuh"
+
+#include <stddef.h>
+
+enum {
+    N_WARP = 12,
+    N_THREAD = 32 * N_WARP,
+    SCALES_AT = 8 * 5 * TILE_BYTES, /* in a slot: of 8 units of NVFP4; 4 of FP8 have none */
+    SLOT_BYTES = SCALES_AT + 8 * 5 * TILE_SCALE_BYTES,
+    MAX_SLOTS = 8,
+    IN_FLIGHT = 3, /* stages asked for and not there: more only makes every other load wait longer */
+    MAX_ROWS = 2,  /* the x of more would take the ring's room: one by one they are faster */
+    SUM_SETS = 4,  /* tasks whose units wait for their sum */
+    AHEAD = 8,     /* tasks whose finishing data has been fetched; more than a ring holds */
+    MAX_OPS = 24,
+    MAX_UNITS = 64,      /* of a piece */
+    NORM_THREADS = 1024, /* of the norm kernel, whose order of sums this one keeps */
+    NORM_KEEP = 6,
+    X_KEEP = 24,
+    X_MOST = 72 * 1024, /* bytes of x in shared memory that are worth fewer parts */
+    PEND = 64,          /* residual numbers of a row that a block writes */
+    D = 128,
+    SHARED_MAX = 227 * 1024
+};
+
+/* ---- the run, by value to the kernel ----------------------------------------------------------------------------- */
+
+enum chain_op_kind { PRODUCT, RECURRENCE, COMBINE };
+enum epilogue { STORE, CONV, GATED };
+
+struct plain_target { /* BF16 or F16 weights */
+    const uint8_t *w;
+    float *y;
+    int ldy, n, format;
+};
+
+/* As linear.cuh's, without what the common shape makes superfluous. */
+struct chain_target {
+    const uint8_t *w;
+    const void *scale;
+    float *y;
+    int ldy, n, row_tiles;
+    float factor;
+    int16_t row_off, col_off;
+    bool row_scale;
+};
+
+struct product {
+    struct chain_target target[3];
+    struct plain_target plain[2];
+    int n_target, n_plain;
+    int format, epilogue; /* epilogue of target 0; CONV or GATED */
+    enum x_mode mode;
+    int k, ks, n_slice, parts;
+    int tiles, per_slice; /* of a slice: column tiles, units */
+    int units, stages;    /* of a piece */
+    int dealt;            /* warps that share the units */
+    int n_task, log_parts;
+    int by_slice;    /* 2^16 / per_slice, rounded up */
+    int part_stride; /* between parts of y */
+    /* x: rows of ldx, or the norm of x + delta */
+    const float *x;
+    const float *norm, *delta;
+    int ldx, delta_parts, delta_stride;
+    float *residual; /* where x + delta goes; NULL without delta */
+    float eps;
+    /* CONV */
+    const float *conv;
+    float *tail, *u;
+};
+
+struct recurrence {
+    struct ql_gdn_args a;
+    const float *z, *norm;
+    float *y;
+    float eps;
+};
+
+struct combine {
+    const float *from;
+    float *to;
+    int parts, n, stride;
+};
+
+struct chain_op {
+    enum chain_op_kind kind;
+    union {
+        struct product product;
+        struct recurrence gdn;
+        struct combine combine;
+    };
+};
+
+/* Arrivals at the edges, in device memory: `count` only rises, `base` is what it was when the run began. */
+struct edges {
+    unsigned count, base;
+};
+
+struct run {
+    int n_op, n_row, n_seg, n_slot, by_slot, in_flight, /* by_slot: 2^16 / n_slot, rounded up */
+        x_bytes, set_floats, extra_bytes;
+    const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
+    struct edges *edges;
+    struct chain_op op[MAX_OPS];
+};
+
+/* What finishes a task beyond its sums, fetched with its weights. */
+struct extra {
+    float scale[2][TILE_ROWS]; /* of a piece's rows */
+    float4 conv[TILE_ROWS];
+    float tail[][3][TILE_ROWS]; /* of each segment */
+};
+
+/* ---- shared memory ----------------------------------------------------------------------------------------------- */
+
+struct shared {
+    uint64_t full[MAX_SLOTS], empty[MAX_SLOTS];
+    float part[32], most[N_WARP];
+    float xscale[MAX_ROWS * MAX_SLICES];
+    float norm_scale[MAX_ROWS];
+    float pend[MAX_ROWS][PEND];
+    float plain[4];            /* of each warp */
+    uint64_t summed[SUM_SETS]; /* a task's units are in their set: as many arrivals as computing warps */
+    int finished[SUM_SETS];    /* tasks that have left the set */
+    uint32_t unit[MAX_UNITS];  /* of the op: see pack_unit */
+    int seg_row[MAX_ROWS + 1], seg_pos[MAX_ROWS], seg_slot[MAX_ROWS];
+    struct run run; /* as much of it as there are ops */
+};
+
+/* Units that are fetched together. */
+__device__ __host__ __forceinline__ int stage_units(int format) { return format == QL_FORMAT_NVFP4 ? 8 : 4; }
+
+/* Warps that prepare a slice of x. */
+__device__ __host__ __forceinline__ int warps_of_slice(int slices) { return slices < N_WARP ? N_WARP / slices : 1; }
+
+/* Stride of a column of prepared x in shared memory: the padding keeps the columns' loads in different banks. */
+__device__ __host__ __forceinline__ int x_stride(int k, int format) { return k + (format == QL_FORMAT_NVFP4 ? 8 : 32); }
+
+/* Launches a run on `blocks` blocks, a multiple of 4 and at most one an SM. cols: columns of a row of x, 1 or 2. */
+ql_status ql_chain_launch_cuda(ql_dev *dev, const struct run *r, int cols, int blocks);
+
+/* Shared memory beside the ring. */
+static inline int chain_fixed_bytes(const struct run *r, int n_op) {
+    return r->x_bytes + AHEAD * r->extra_bytes + SUM_SETS * r->set_floats * (int)sizeof(float) +
+           (int)(offsetof(struct shared, run) + offsetof(struct run, op)) + n_op * (int)sizeof(struct chain_op);
+}
+
+#endif
