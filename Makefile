@@ -239,10 +239,10 @@ cli: all ## tests of the command
 	@tools/runtests.sh -j $(JOBS) -d $(B)/test-logs $(CLI_TESTS)
 
 # One archive to copy to a machine with GPUs and nothing else; cmocka is only there as a shared library.
-$(B)/gpu.tar.gz: $(GPU) $(KCHECK) $(B)/qlane
+$(B)/gpu.tar.gz: $(GPU) $(KCHECK) $(B)/qlane $(B)/synth
 	$(call say,TAR,$@)
 	$(Q)cp -L $$($(CC) -print-file-name=libcmocka.so.0) $(B)/gpu/
-	$(Q)tar -czf $@ -C $(B) $(GPU:$(B)/%=%) gpu/libcmocka.so.0 $(KCHECK:$(B)/%=%) qlane
+	$(Q)tar -czf $@ -C $(B) $(GPU:$(B)/%=%) gpu/libcmocka.so.0 $(KCHECK:$(B)/%=%) qlane synth
 .PHONY: gpu gpu-test
 gpu: found $(if $(HAVE_CUDA),$(B)/gpu.tar.gz) ## test programs for GPUs, and one archive of them
 gpu-test: gpu ## tests on this machine's GPUs

@@ -5,11 +5,12 @@
 #     tools/gpu-test.sh [BUILD [STEP...]]
 #
 # BUILD (default build) holds what `make gpu` built, or only its gpu.tar.gz, which is unpacked where it is newer: nothing is
-# compiled here. Steps are kcheck, chain, gate, check, collectives, sanitize, memcheck, racecheck, initcheck and synccheck, all by
-# default. With one GPU the tests of more lanes are skipped and counted as that. Logs go to $OUT or BUILD/gpu-logs.
+# compiled here. Steps are kcheck, chain, gate, 27b, check, collectives, sanitize, memcheck, racecheck, initcheck and synccheck, all
+# by default. With one GPU the tests of more lanes are skipped and counted as that. Logs go to $OUT or BUILD/gpu-logs.
 #
 #     GATE=FILTER         only those tests of gate, "*" stands for any text
 #     REPEATS=N           how often 1,000 ids are generated (20)
+#     CHECKPOINT=DIR      what step 27b runs; without it the synthetic 27B is written to /dev/shm/qlane-27b (23 GB) and removed
 #     CHECK=NAMES         only those cases of qlane check
 #     COLLECTIVES=FILTER  only those groups of collectives
 #     SANITIZE=FILTER     what of gate runs under compute-sanitizer memcheck (step sanitize)
@@ -23,7 +24,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 dir=${1:-build}
 shift $(($# > 0))
-steps=${*:-kcheck chain gate check collectives sanitize memcheck racecheck initcheck synccheck}
+steps=${*:-kcheck chain gate 27b check collectives sanitize memcheck racecheck initcheck synccheck}
 out=${OUT:-$dir/gpu-logs}
 limit=${LIMIT:-900}
 mkdir -p "$out" || exit 1
@@ -100,6 +101,48 @@ run_gate() {
     local rc=$?
     grep '^# measured' "$log"
     tap gate $rc "$start" "$log" "logits: $(worst "$log")"
+}
+
+# Generation by the synthetic 27B: one CRC at every lane count and chunk, with chains and without. Then its speeds.
+run_27b() {
+    local start=$EPOCHREALTIME log=$out/27b.log ckpt=${CHECKPOINT:-/dev/shm/qlane-27b} passed=0 failed=0 want='' crc speeds='' n
+    local -a run=("$dir/qlane" run --device cuda --ids-file "$out/27b.ids" --temp 0 --ctx 4096 --json)
+    : >"$log"
+    if [[ ! -e $ckpt/config.json ]]; then
+        if [[ -n ${CHECKPOINT:-} || ! -x $dir/synth ]]; then
+            skip 27b "no checkpoint in $ckpt"
+            return
+        fi
+        if ! "$dir/synth" --shape 27b --scheme mixed "$ckpt" >"$log" 2>&1; then
+            rm -rf "$ckpt"
+            row 27b 1 "$(seconds "$start")" 0 1 0 "the checkpoint could not be written: $(tail -1 "$log")"
+            return
+        fi
+    fi
+    seq -s, 1 512 >"$out/27b.ids"
+    same_crc() { # same_crc NAME OPTION...
+        local name=$1
+        shift
+        crc=$(timeout -k 10 "$limit" "${run[@]}" -m "$ckpt" -n 32 --crc "$@" 2>>"$log" |
+            sed -nE 's/.*"logits_crc32": *"([0-9a-f]+)".*/\1/p')
+        want=${want:-$crc}
+        if [[ -n $crc && $crc = "$want" ]]; then
+            passed=$((passed + 1))
+        else
+            failed=$((failed + 1))
+            echo "FAIL 27b.$name: CRC ${crc:-missing: $(tail -1 "$log")}, not ${want:-there}"
+        fi
+    }
+    for ((n = 1; n <= n_gpu && n <= 8; n *= 2)); do
+        same_crc "lanes$n" --lanes $n
+        same_crc "lanes$n.chunk64" --lanes $n --chunk 64
+        same_crc "lanes$n.chunk2048" --lanes $n --chunk 2048
+        ((n > 1)) || same_crc "lanes$n.one_by_one" --lanes $n --kernel chain=off
+        speeds+="${speeds:+; }$n: $(timeout -k 10 "$limit" "${run[@]}" -m "$ckpt" -n 128 --lanes $n 2>>"$log" | sed -nE \
+            's/.*"load_s": *([0-9.]+).*"prefill_tok_s": *([0-9]+).*"decode_tok_s": *([0-9]+\.[0-9]).*/load \1 s, prompt \2, generated \3 tok\/s/p')"
+    done
+    [[ -n ${CHECKPOINT:-} ]] || rm -rf "$ckpt"
+    row 27b 0 "$(seconds "$start")" $passed $failed 0 "$speeds"
 }
 
 run_check() {
@@ -194,11 +237,11 @@ run_tool() { # run_tool TOOL
 
 for step in $steps; do
     case $step in
-    kcheck | chain | gate | check | collectives | sanitize) "run_$step" ;;
+    kcheck | chain | gate | 27b | check | collectives | sanitize) "run_$step" ;;
     memcheck | racecheck | initcheck | synccheck) run_tool "$step" ;;
     *)
-        echo "gpu-test: unknown step $step; there are kcheck, chain, gate, check, collectives, sanitize, memcheck, racecheck," \
-            "initcheck, synccheck" >&2
+        echo "gpu-test: unknown step $step; there are kcheck, chain, gate, 27b, check, collectives, sanitize, memcheck," \
+            "racecheck, initcheck, synccheck" >&2
         exit 2
         ;;
     esac
