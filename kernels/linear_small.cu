@@ -1,14 +1,13 @@
 /* linear for generated rows, quantized weights: 1 to 16 rows of x at the price of one.
  *
- * Weights are the A operand of mma.m16n8k16, rows of x its columns, so a weight is decoded once for all rows. Every
- * canonical slice of a tile of 16 weight rows is cut into units of UNIT column tiles (the last may be shorter), one run of
- * bytes in memory each; a warp computes a unit, units are added in rising order. The cut depends on the slice's length
- * alone.
+ * Weights are the A operand of mma.m16n8k16, rows of x its columns, so a weight is decoded once for all rows. A warp computes
+ * a unit of cuda/unit.cuh, which fixes the order of additions.
  *
  * A block owns a row tile. Its warps load the codes of a unit before they use the first of them, and the first unit before
  * the kernel before this one is complete: what is in flight, not arithmetic, sets the speed. Many small blocks, because
- * those of the next product then fill the places that the last ones of this product leave; a persistent kernel with bulk
- * copies was slower at every shape (bench/NOTES.md). Products of the same x share a launch.
+ * those of the next product then fill the places that the last ones of this product leave; for one product by itself a
+ * persistent kernel with bulk copies was slower at every shape (bench/NOTES.md), chain.cu has one for many ops. Products of
+ * the same x share a launch.
  */
 #include "kernels/cuda/unit.cuh"
 
