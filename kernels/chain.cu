@@ -210,18 +210,9 @@ __device__ __forceinline__ void wait_edge(const struct run &r, unsigned target) 
 
 /* ---- x ----------------------------------------------------------------------------------------------------------- */
 
-template <int COLS> __device__ __forceinline__ float larger(float most, float v, enum x_mode mode) {
-    v = fabsf(v);
-    return v > most && ((COLS == 1 && mode == X_E4M3_AS_F16) || v < __uint_as_float(0x7f800000u)) ? v : most;
-}
-
-/* The factor of a row and slice, and what undoes it (linear.cu's prepare_x). */
-template <int COLS> __device__ __forceinline__ float x_factor(float most, enum x_mode mode, float *back) {
-    if (COLS == 1 && mode == X_E4M3_AS_F16) {
-        *back = fmaxf(most, 0x1p-126f) / 448.0f;
-        return *back;
-    }
-    return scale_to_f16(most, back);
+/* How x is prepared: known at compile time where it has two columns. */
+template <int COLS> __device__ __forceinline__ enum x_mode mode_of(const struct product &p) {
+    return COLS == 2 ? X_F16X2 : p.mode;
 }
 
 /* COLS 2: X_F16X2, `to_lo` numbers between the two. */
@@ -321,7 +312,7 @@ template <int COLS> __device__ __noinline__ void norm_x(const struct product &p,
 #pragma unroll
             for (int j = 0; j < NORM_KEEP; j++) {
                 v[q][j] = (v[q][j] * scale) * (1.0f + w[q][j]);
-                most = larger<COLS>(most, v[q][j], p.mode);
+                most = larger_x(most, v[q][j], mode_of<COLS>(p));
             }
         }
         most = warp_max(most);
@@ -329,7 +320,7 @@ template <int COLS> __device__ __noinline__ void norm_x(const struct product &p,
             sh->most[warp] = most;
         }
         sync_warps();
-        float up = x_factor<COLS>(warp_max(lane < N_WARP ? sh->most[lane] : 0.0f), p.mode, &back);
+        float up = x_factor(warp_max(lane < N_WARP ? sh->most[lane] : 0.0f), mode_of<COLS>(p), &back);
         if (threadIdx.x == 0) {
             sh->xscale[row] = back * WEIGHT_UNIT;
             sh->norm_scale[row] = scale;
@@ -365,7 +356,7 @@ template <int COLS> __device__ __noinline__ void slices_x(const struct product &
         }
 #pragma unroll
         for (int j = 0; j < X_KEEP; j++) {
-            most = larger<COLS>(most, v[j], p.mode);
+            most = larger_x(most, v[j], mode_of<COLS>(p));
         }
         most = warp_max(most);
         if (lane == 0) {
@@ -373,7 +364,7 @@ template <int COLS> __device__ __noinline__ void slices_x(const struct product &
         }
         sync_warps();
         most = warp_max(lane < per ? sh->most[slice * per + lane] : 0.0f);
-        float up = x_factor<COLS>(most, p.mode, &back);
+        float up = x_factor(most, mode_of<COLS>(p), &back);
         if (t == 0 && n > 0) {
             sh->xscale[row * slices + slice] = back * WEIGHT_UNIT;
         }

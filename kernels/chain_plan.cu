@@ -14,15 +14,6 @@ struct builder {
     int n_parts;
 };
 
-static bool same_formats(ql_qformat a, ql_qformat b) {
-    return a == b || (is_fp8(a) && is_fp8(b) && a != QL_FORMAT_FP8_BLOCK && b != QL_FORMAT_FP8_BLOCK);
-}
-
-static bool has_units(const ql_linear_args *a) {
-    return !is_plain(a->w->format) && a->w->k / a->n_slice % 64 == 0 &&
-           (a->w->format != QL_FORMAT_FP8_BLOCK || a->w->col_off % 64 == 0);
-}
-
 /* Parts of a row-parallel product: what spreads its row tiles best, and leaves x short enough for registers. 0: none. */
 static int choose_parts(const struct builder *b, int row_tiles, int n_slice, int k, int columns) {
     int best = 0;
@@ -61,9 +52,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     p.n_slice = a->n_slice;
     p.ks = p.k / p.n_slice;
     p.format = a->w->format;
-    p.mode = a->precision == QL_PREC_EXACT                         ? X_F16X2
-             : a->precision == QL_PREC_FP8 && is_fp8(a->w->format) ? X_E4M3_AS_F16
-                                                                   : X_BF16_AS_F16;
+    p.mode = quantized_mode(a);
     p.x = a->x;
     p.ldx = (int)a->ldx;
     p.epilogue = STORE;
@@ -73,8 +62,8 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     }
     for (int i = 0; i < group; i++) {
         const ql_weight *w = a[i].w;
-        if (has_units(&a[i]) && w->n % TILE_ROWS == 0 && p.n_plain == 0 && p.n_target < 3 &&
-            same_formats(w->format, a->w->format) && w->col_off == a->w->col_off) {
+        if (!is_plain(w->format) && has_tiles(&a[i]) && w->n % TILE_ROWS == 0 && p.n_plain == 0 && p.n_target < 3 &&
+            same_family(w->format, a->w->format) && w->col_off == a->w->col_off) {
             p.target[p.n_target++] = chain_target{(const uint8_t *)w->data,
                                                   w->scale,
                                                   a[i].y,

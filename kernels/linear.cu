@@ -25,12 +25,7 @@ __global__ void __launch_bounds__(X_THREADS)
     after_previous();
     int slice = blockIdx.x, row = blockIdx.y;
     const float *from = x + row * ldx + (int64_t)slice * ks;
-    float kept[X_KEEP], most = 0.0f, up = 1.0f;
-    auto larger = [&](float v) {
-        v = fabsf(v);
-        /* FP8 saturates with its scale; a power of two must fit the finite elements */
-        most = v > most && (mode == X_E4M3_AS_F16 || v < __uint_as_float(0x7f800000u)) ? v : most;
-    };
+    float kept[X_KEEP], most = 0.0f, back;
 #pragma unroll
     for (int j = 0; j < X_KEEP; j++) {
         int i = j * X_THREADS + threadIdx.x;
@@ -38,10 +33,10 @@ __global__ void __launch_bounds__(X_THREADS)
     }
 #pragma unroll
     for (int j = 0; j < X_KEEP; j++) {
-        larger(kept[j]);
+        most = larger_x(most, kept[j], mode);
     }
     for (int i = X_KEEP * X_THREADS + threadIdx.x; i < ks; i += X_THREADS) {
-        larger(from[i]);
+        most = larger_x(most, from[i], mode);
     }
     most = warp_max(most);
     if ((threadIdx.x & 31) == 0) {
@@ -49,12 +44,7 @@ __global__ void __launch_bounds__(X_THREADS)
     }
     __syncthreads();
     most = warp_max(part[threadIdx.x & (X_THREADS / 32 - 1)]);
-    float back;
-    if (mode == X_E4M3_AS_F16) {
-        back = up = fmaxf(most, 0x1p-126f) / 448.0f;
-    } else {
-        up = scale_to_f16(most, &back);
-    }
+    float up = x_factor(most, mode, &back);
     if (threadIdx.x == 0) {
         xscale[row * gridDim.x + slice] = back * unit;
     }
@@ -334,18 +324,15 @@ size_t ql_linear_cuda_scratch(const ql_dev *dev, const ql_shape *shape) {
 
 static bool has_tensor_path(const ql_dev *dev, const ql_linear_args *a, enum x_mode *mode) {
     const ql_weight *w = a->w;
-    ql_precision precision = a->precision;
-    if (w->k / a->n_slice % 64 || (w->format == QL_FORMAT_FP8_BLOCK && w->col_off % 64)) {
+    if (!has_tiles(a)) {
         return false;
     }
     if (!is_plain(w->format)) {
-        *mode = precision == QL_PREC_EXACT                      ? X_F16X2
-                : precision == QL_PREC_FP8 && is_fp8(w->format) ? X_E4M3_AS_F16
-                                                                : X_BF16_AS_F16;
+        *mode = quantized_mode(a);
         return true;
     }
     *mode = w->format == QL_FORMAT_BF16 ? X_BF16 : X_BF16_AS_F16;
-    return a->phase == QL_PHASE_PROMPT && precision != QL_PREC_EXACT &&
+    return a->phase == QL_PHASE_PROMPT && a->precision != QL_PREC_EXACT &&
            (w->format == QL_FORMAT_F16 || (w->format == QL_FORMAT_BF16 && cuda(dev)->cc >= 80));
 }
 
@@ -401,11 +388,6 @@ static ql_status check_args(ql_dev *dev, const ql_linear_args *a) {
                        w->k, n_slice, (long long)a->ldx, (long long)a->ldy, (int)a->precision);
     }
     return QL_OK;
-}
-
-/* Formats that a launch may mix: FP8 with one factor is FP8 with a factor for each row. */
-static bool same_family(ql_qformat a, ql_qformat b) {
-    return a == b || (is_fp8(a) && is_fp8(b) && a != QL_FORMAT_FP8_BLOCK && b != QL_FORMAT_FP8_BLOCK);
 }
 
 static ql_status run_one(ql_dev *dev, const ql_linear_args *a) {

@@ -57,9 +57,7 @@ __global__ void __launch_bounds__(X_THREADS)
     auto larger = [&](const float v[N]) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float a = fabsf(v[i]);
-            /* FP8 saturates with its scale; a power of two must fit the finite elements */
-            most = a > most && (mode == X_E4M3_AS_F16 || a < __uint_as_float(0x7f800000u)) ? a : most;
+            most = larger_x(most, v[i], mode);
         }
     };
 #pragma unroll
@@ -88,11 +86,7 @@ __global__ void __launch_bounds__(X_THREADS)
         __syncthreads();
         most = warp_max(part[threadIdx.x & (X_THREADS / 32 - 1)]);
         float back;
-        if (mode == X_E4M3_AS_F16) {
-            back = up = fmaxf(most, 0x1p-126f) / 448.0f;
-        } else {
-            up = scale_to_f16(most, &back);
-        }
+        up = x_factor(most, mode, &back);
         if (threadIdx.x == 0) {
             xscale[(int64_t)slice * xscale_ld + row] = back * unit;
         }

@@ -56,7 +56,39 @@ size_t ql_linear_prompt_scratch(int64_t hidden, int64_t max_row, int64_t k);
 /* n products of the same x, n_row, n_slice, phase and precision: each gives the bits that it gives alone. */
 ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
 
+/* Formats that a launch may mix: FP8 with one factor is FP8 with a factor for each row. */
+static inline bool same_family(ql_qformat a, ql_qformat b) {
+    return a == b || (is_fp8(a) && is_fp8(b) && a != QL_FORMAT_FP8_BLOCK && b != QL_FORMAT_FP8_BLOCK);
+}
+
+/* Slices are whole tiles of every tensor-core kernel, and begin at the same place in their 128-block. */
+static inline bool has_tiles(const ql_linear_args *a) {
+    const ql_weight *w = a->w;
+    return w->k / a->n_slice % 64 == 0 && (w->format != QL_FORMAT_FP8_BLOCK || w->col_off % 64 == 0);
+}
+
+/* How x meets a quantized weight. */
+static inline enum x_mode quantized_mode(const ql_linear_args *a) {
+    return a->precision == QL_PREC_EXACT                         ? X_F16X2
+           : a->precision == QL_PREC_FP8 && is_fp8(a->w->format) ? X_E4M3_AS_F16
+                                                                 : X_BF16_AS_F16;
+}
+
 /* ---- device ---- */
+
+/* The larger of `most` and |v|. FP8 saturates with its scale; a power of two must fit the finite elements. */
+__device__ __forceinline__ float larger_x(float most, float v, enum x_mode mode) {
+    v = fabsf(v);
+    return v > most && (mode == X_E4M3_AS_F16 || v < __uint_as_float(0x7f800000u)) ? v : most;
+}
+
+/* What a slice of x whose largest element is `most` is multiplied with (divided by, for E4M3), and what undoes it. */
+__device__ __forceinline__ float x_factor(float most, enum x_mode mode, float *back) {
+    if (mode == X_E4M3_AS_F16) {
+        return *back = fmaxf(most, 0x1p-126f) / 448.0f;
+    }
+    return scale_to_f16(most, back);
+}
 
 /* Pairs 0..3 of an NVFP4 word, times 2^-14. */
 __device__ __forceinline__ void e2m1_pairs(uint32_t w, uint32_t h[4]) {
