@@ -80,7 +80,7 @@ typedef struct ql_cli_args {
     int64_t mtp; /* drafted tokens of --spec mtp[:K] */
     ql_cli_texts stop, kernel;
     ql_cli_texts names; /* what is no option: check alone takes that */
-    bool json, crc, stats, verify, profile, list, run_long;
+    bool json, crc, stats, verify, profile, list, run_long, ignore_eos;
     bool help;
 } ql_cli_args;
 

@@ -117,6 +117,8 @@ static const option table[] = {
     {"--list", OPT_FLAG, NULL, 0, 0, false, NULL, "print the cases' names, run none", QL_CMD_CHECK, AT(list), NULL},
     {"--long", OPT_FLAG, NULL, 0, 0, false, NULL, "shapes of the 27B and vectors of up to 64 MiB too", QL_CMD_CHECK,
      AT(run_long), NULL},
+    {"--ignore-eos", OPT_FLAG, NULL, 0, 0, false, NULL, "go on after an end-of-sequence id", QL_CMD_RUN, AT(ignore_eos),
+     NULL},
     {"--json", OPT_FLAG, NULL, 0, 0, false, NULL, "print exactly one JSON object", JSON_CMDS, AT(json), NULL},
     {"--crc", OPT_FLAG, NULL, 0, 0, false, NULL, "CRC-32 of the logits (run) or of each tensor (inspect)",
      QL_CMD_RUN | QL_CMD_INSPECT, AT(crc), NULL},

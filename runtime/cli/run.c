@@ -228,6 +228,7 @@ static int generate(run *r) {
     req->stop = r->args->stop.v;
     req->n_stop = r->args->stop.n;
     req->crc = r->args->crc;
+    req->ignore_eos = r->args->ignore_eos;
     r->out = (stream){.engine = r->engine, .silent = r->args->json, .ids = !ql_engine_tokenizer(r->engine)};
     struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART)};
     sigemptyset(&action.sa_mask);

@@ -30,6 +30,14 @@ prints "stop string" " Paris.
 The capital of Germany is" run --temp 0 -n 20 --stop " Berlin" -p "$france"
 prints "a stop string longer than the output" " Paris" run --temp 0 -n 1 --stop " Paris and much more" -p "$france"
 
+# An end-of-sequence id ends the text, unless told otherwise.
+q run --device host --temp 0 -n 30 -p "The days go Monday, Tuesday," --json
+has "an end-of-sequence id ends it" out '"finish": "eos"'
+has "the ids up to it" out '"decode_tokens": 23,'
+q run --device host --temp 0 -n 30 -p "The days go Monday, Tuesday," --json --ignore-eos
+has "--ignore-eos goes on" out '"finish": "length"'
+has "--ignore-eos gives as many ids as asked for" out '"decode_tokens": 29,'
+
 # JSON: one object, every field, the same text.
 q run --device host --lanes 2 --temp 0 -n 9 -p "$france" --json --crc --seed 7
 is "--json: exit code" $rc 0
