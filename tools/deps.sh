@@ -26,6 +26,7 @@ need zlib1g-dev header zlib.h
 need libcmocka-dev cmocka
 need pkg-config command -v pkg-config
 need clang-format command -v clang-format
+need python3 command -v python3
 
 if ((${#missing[@]} == 0)); then
     exit 0
