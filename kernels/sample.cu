@@ -295,7 +295,7 @@ static size_t topk_row_bytes(int64_t n_piece, int64_t stride) {
 size_t ql_topk_cuda_scratch(const ql_shape *shape) {
     /* Most candidates that are asked for in practice; more go in fewer rows at a time. A row may want all ids. */
     int64_t n_piece = (int64_t)QL_STAT_RANGES * pieces_of(shape->vocab);
-    size_t all = topk_row_bytes(n_piece, PIECE), sample = (size_t)shape->vocab * SAMPLE_BYTES;
+    size_t all = topk_row_bytes(n_piece, PIECE), sample = (size_t)(shape->vocab + QL_STAT_RANGES) * SAMPLE_BYTES;
     return (size_t)shape->max_out * topk_row_bytes(n_piece, 256) + (all > sample ? all : sample);
 }
 
@@ -415,18 +415,22 @@ __device__ float logprob_of(const struct ql_sample_args &a, int r, float raw) {
     return (float)((double)raw - (most + log(sum)));
 }
 
-/* A block a row. big: room for k_cap weights and candidates a row, where k_cap is more than KEPT. */
+/* A block a row. big: room for all lanes' weights and candidates of a row, where they may be more than KEPT. */
 __global__ void __launch_bounds__(SAMPLE_THREADS) sample_kernel(struct ql_sample_args a, int row0, uint8_t *big) {
     __shared__ struct ql_candidate some[KEPT];
     __shared__ double some_weights[KEPT];
     __shared__ int total;
     after_previous();
     int r = row0 + blockIdx.x, tid = threadIdx.x;
-    double *weight = a.k_cap > KEPT ? (double *)(big + (int64_t)blockIdx.x * a.k_cap * SAMPLE_BYTES) : some_weights;
-    struct ql_candidate *kept = a.k_cap > KEPT ? (struct ql_candidate *)(weight + a.k_cap) : some;
     struct ql_sample_row row = a.row[r];
-    /* Greedy rows need the best alone; the others the best k, or top_k if that is less. */
-    int want = row.temperature <= 0 ? 1 : row.top_k > 0 ? min(row.top_k, row.k) : row.k, n_cand = a.n_lane * row.k;
+    /* Greedy rows need the best alone; the others the best top_k, or all where that is 0 or more. */
+    int n_cand = a.n_lane * row.k, want = row.temperature <= 0 ? 1 : row.top_k > 0 ? min(row.top_k, n_cand) : n_cand;
+    double *weight = some_weights;
+    struct ql_candidate *kept = some;
+    if (want > KEPT) {
+        weight = (double *)(big + (int64_t)blockIdx.x * a.n_lane * a.k_cap * SAMPLE_BYTES);
+        kept = (struct ql_candidate *)(weight + a.n_lane * a.k_cap);
+    }
     if (tid == 0) {
         total = 0;
     }
@@ -465,11 +469,11 @@ ql_status ql_sample_cuda(ql_dev *dev, const ql_sample_args *a) {
     if (a->n_row == 0) {
         return QL_OK;
     }
-    int64_t row_bytes = a->k_cap > KEPT ? (int64_t)a->k_cap * SAMPLE_BYTES : 0;
+    int64_t most = (int64_t)a->n_lane * a->k_cap, row_bytes = most > KEPT ? most * SAMPLE_BYTES : 0;
     int64_t fit = row_bytes ? (int64_t)dev->scratch_bytes / row_bytes : a->n_row;
     if (fit < 1) {
-        return ql_fail(dev->err, QL_ERR_INTERNAL, "sample: scratch is %zu bytes, %d candidates need %lld",
-                       dev->scratch_bytes, a->k_cap, (long long)row_bytes);
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "sample: scratch is %zu bytes, %lld candidates need %lld",
+                       dev->scratch_bytes, (long long)most, (long long)row_bytes);
     }
     for (int r = 0; r < a->n_row;) {
         int rows = a->n_row - r < fit ? a->n_row - r : (int)fit;

@@ -73,6 +73,7 @@ static void list(kc_list *l) {
     for (int32_t f = 1; f < N_FILTER; f++) {
         add(l, OP_DRAWS, 4000, 41, 0, 1, 41, 41, NORMAL, MASK_NONE, 0, f);
     }
+    add(l, OP_CHAIN, N_FILTER, 4000, 0, 1, 4000, 4000, NORMAL, MASK_SOME, 1, -1);
     add(l, OP_CHAIN, 2, 248320, 0, 1, 64, 64, NORMAL, MASK_NONE, 1, 2);
     add(l, OP_TOPK, 1, 248320, 0, 1, 1, 64, NORMAL, MASK_NONE, 0, 0);
     add(l, OP_TOPK, 1, 248320, 0, 1, 64, 64, NORMAL, MASK_NONE, 0, 0)->is_long = true;
@@ -351,20 +352,33 @@ static void oracle(kc_run *run) {
 
 /* ---- equivalences ------------------------------------------------------------------------------------------------ */
 
-/* topk on each of n_lane lanes, then sample: ids and log probabilities of one lane, bit for bit. */
+/* topk on each of n_lane lanes, then sample: ids and log probabilities of one lane, bit for bit. A lane gives no more
+ * candidates than the largest has rows, as a model asks for. */
 static void check_lanes(kc_run *run, int32_t n_lane) {
     const int32_t *p = run->c->p;
     const ql_ops *ops = run->dev->ops;
-    int32_t t = p[P_ROW], ranges = 8 / n_lane;
-    size_t bytes[4] = {sizeof(ql_candidate) * (size_t)n_lane * (size_t)t * (size_t)p[P_K_CAP],
-                       sizeof(ql_vocab_stat) * 8 * (size_t)t, 4 * (size_t)t, 4 * (size_t)t};
-    void *mem[4] = {NULL};
+    int32_t t = p[P_ROW], ranges = 8 / n_lane, k_cap = 0;
+    for (int32_t lane = 0; lane < n_lane; lane++) {
+        int32_t held = range_begin(p[P_VOCAB], lane + 1, n_lane) - range_begin(p[P_VOCAB], lane, n_lane);
+        k_cap = held > k_cap ? held : k_cap;
+    }
+    k_cap = p[P_K_CAP] < k_cap ? p[P_K_CAP] : k_cap;
+    size_t bytes[5] = {sizeof(ql_candidate) * (size_t)n_lane * (size_t)t * (size_t)k_cap,
+                       sizeof(ql_vocab_stat) * 8 * (size_t)t, 4 * (size_t)t, 4 * (size_t)t,
+                       sizeof(ql_sample_row) * (size_t)t};
+    void *mem[5] = {NULL};
     ql_status status = QL_OK;
-    for (int32_t i = 0; i < 4; i++) {
+    for (int32_t i = 0; i < 5; i++) {
         status = status == QL_OK ? ops->alloc(run->dev, bytes[i], "lanes", &mem[i]) : status;
     }
     ql_candidate *cand = mem[0];
     ql_vocab_stat *stat = mem[1];
+    ql_sample_row *row = calloc((size_t)t + 1, sizeof *row);
+    memcpy(row, run->buf[ROWS].host, bytes[4]);
+    for (int32_t r = 0; r < t; r++) {
+        row[r].k = row[r].k < k_cap ? row[r].k : k_cap;
+    }
+    status = status == QL_OK ? ops->h2d(run->dev, mem[4], row, bytes[4]) : status;
     for (int32_t lane = 0; lane < n_lane && status == QL_OK; lane++) {
         int32_t vocab0 = range_begin(p[P_VOCAB], lane, n_lane);
         ql_topk_args a = {
@@ -376,18 +390,18 @@ static void check_lanes(kc_run *run, int32_t n_lane) {
             .vocab = p[P_VOCAB],
             .n_valid = p[P_VALID],
             .allowed = p[P_MASK] == MASK_NONE ? NULL : run->buf[ALLOWED].dev,
-            .row = run->buf[ROWS].dev,
+            .row = mem[4],
             .penalty = run->buf[PENALTY].dev,
-            .cand = cand + (int64_t)lane * t * p[P_K_CAP],
+            .cand = cand + (int64_t)lane * t * k_cap,
             .stat = stat + (int64_t)lane * t * ranges,
-            .k_cap = p[P_K_CAP],
+            .k_cap = k_cap,
         };
         status = ops->topk(run->dev, &a);
     }
     int32_t *id = calloc((size_t)t + 1, sizeof *id);
     float *logprob = calloc((size_t)t + 1, sizeof *logprob);
     if (status == QL_OK) {
-        ql_sample_args s = {cand, stat, run->buf[ROWS].dev, n_lane, t, p[P_K_CAP], mem[2], mem[3]};
+        ql_sample_args s = {cand, stat, mem[4], n_lane, t, k_cap, mem[2], mem[3]};
         status = ops->sample(run->dev, &s);
     }
     if (status == QL_OK && ops->d2h(run->dev, id, mem[2], bytes[2]) == QL_OK &&
@@ -408,7 +422,8 @@ static void check_lanes(kc_run *run, int32_t n_lane) {
     }
     free(id);
     free(logprob);
-    for (int32_t i = 0; i < 4; i++) {
+    free(row);
+    for (int32_t i = 0; i < 5; i++) {
         ops->free(run->dev, mem[i]);
     }
 }
