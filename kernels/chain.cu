@@ -100,6 +100,17 @@ __device__ __forceinline__ uint32_t pack_unit(const struct product &p, int unit)
                       (tile_of(p, unit + 1) - first) << 20 | unit / per_stage << 24);
 }
 
+/* Until task n of the block has been finished. */
+__device__ __forceinline__ void wait_finished(const struct shared *sh, int n) {
+    int done;
+    do {
+        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+                     : "=r"(done)
+                     : "r"(shared_address(&sh->finished[n % SUM_SETS]))
+                     : "memory");
+    } while (done <= n / SUM_SETS);
+}
+
 /* ---- fetching ---------------------------------------------------------------------------------------------------- */
 
 __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *ring, uint8_t *extras) {
@@ -128,6 +139,10 @@ __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *rin
         }
         for (int task = blockIdx.x; task < p.n_task; task += gridDim.x, n_task++) {
             struct extra *x = (struct extra *)(extras + n_task % AHEAD * r.extra_bytes);
+            if (n_task >=
+                AHEAD) { /* whose data was there; tasks of one stage leave the ring before they are finished */
+                wait_finished(sh, n_task - AHEAD);
+            }
             for (int piece = 0; piece < pieces; piece++) {
                 struct piece_of at = find_piece_of(p, task, piece);
                 const struct chain_target &t = *at.t;
@@ -624,14 +639,11 @@ __device__ __forceinline__ struct walk multiply(const struct product &p, const u
         }
     }
     for (int task = blockIdx.x; task < n_task; task += gridDim.x) {
-        int set = at.task % SUM_SETS, use = at.task / SUM_SETS, freed;
+        int set = at.task % SUM_SETS;
         float *out = sets + set * set_floats;
-        do { /* the sums that were there */
-            asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
-                         : "=r"(freed)
-                         : "r"(shared_address(&sh->finished[set]))
-                         : "memory");
-        } while (freed < use);
+        if (at.task >= SUM_SETS) { /* whose sums were there */
+            wait_finished(sh, at.task - SUM_SETS);
+        }
         int u = warp < at.unit ? warp + dealt - at.unit : warp - at.unit;
         for (u = warp < dealt ? u : all; u < all; u += dealt) {
             int piece = u >= units;

@@ -16,7 +16,7 @@ enum {
     IN_FLIGHT = 3, /* stages asked for and not there: more only makes every other load wait longer */
     MAX_ROWS = 2,  /* the x of more would take the ring's room: one by one they are faster */
     SUM_SETS = 4,  /* tasks whose units wait for their sum */
-    AHEAD = 8,     /* tasks whose finishing data has been fetched; more than a ring holds */
+    AHEAD = 8,     /* tasks whose finishing data has been fetched */
     MAX_OPS = 24,
     MAX_UNITS = 64,      /* of a piece */
     NORM_THREADS = 1024, /* of the norm kernel, whose order of sums this one keeps */
