@@ -168,7 +168,8 @@ static ql_status run_block(ql_check *c, const ql_check_ckpt *made, const rows *r
                                   .max_seq = r->n_seq,
                                   .max_ctx = made->ckpt.config.max_ctx,
                                   .n_page = pages * r->n_seq,
-                                  .kv = QL_KV_F32,
+                                  /* what devices multiply in one f16; they round an F32 cache to bf16 */
+                                  .kv = precision == QL_PREC_EXACT ? QL_KV_F32 : QL_KV_F16,
                                   .prompt_precision = precision,
                                   .gen_precision = precision};
     ql_status status = ql_lanes_open(&j->lanes, n_lane, j->options.wait_ms, close_lane, j, NULL, c->mem, err);
