@@ -18,7 +18,10 @@
 #include <unistd.h>
 #include <zlib.h>
 
-enum { MAX_CONTEXTS = 32, DEFAULT_N = 128, DEFAULT_RUNS = 3, PROFILED_N = 17 };
+enum { MAX_CONTEXTS = 32, DEFAULT_N = 128, DEFAULT_RUNS = 3, MAX_RUNS = 99, PROFILED_N = 17, WARM_UP_CHUNKS = 2 };
+
+/* Loading code takes tenths of a second. A first request that takes this long shows nothing of it, and is not repeated. */
+static const double long_request_s = 10;
 
 typedef struct bench {
     const ql_cli_args *args;
@@ -28,8 +31,8 @@ typedef struct bench {
     ql_checkpoint *ckpt;
     ql_checkpoint_info info;
     ql_plan plan;
-    int32_t context[MAX_CONTEXTS], n_context;
-    int32_t n, runs;
+    int32_t context[MAX_CONTEXTS], runs[MAX_CONTEXTS], n_context;
+    int32_t n;
     double embed_bytes; /* of one row of the embedding */
     bool cuda;
 } bench;
@@ -101,10 +104,11 @@ static json_t *lane_json(ql_engine *engine, const ql_stats *st, int32_t i) {
 
 static double rate(double n, double seconds) { return seconds > 0 ? n / seconds : 0; }
 
-/* Cold and warm request at one context. */
+/* Cold and warm request at one context; speeds are the warm one's. */
 static json_t *measure_speed(const bench *b, ql_engine *engine, int32_t ctx, const int32_t *ids, ql_error *err) {
     ql_result *cold = ask(engine, ids, ctx, b->n, NULL, NULL, err);
-    ql_result *warm = cold ? ask(engine, ids, ctx, b->n, NULL, NULL, err) : NULL;
+    const bool once = cold && cold->first_token_s > long_request_s;
+    ql_result *warm = cold && !once ? ask(engine, ids, ctx, b->n, NULL, NULL, err) : cold;
     ql_stats *st = calloc(1, sizeof *st);
     json_t *out = NULL;
     if (warm && st) {
@@ -117,14 +121,14 @@ static json_t *measure_speed(const bench *b, ql_engine *engine, int32_t ctx, con
         for (int32_t i = 0; i < st->n_open; i++) {
             json_object_set_new(open, st->open[i].name, json_real(st->open[i].ms));
         }
-        out = json_pack("{s:f, s:o, s:f, s:f, s:f, s:f, s:i, s:s, s:o}", "load_s", st->load_s, "load_ms", open,
-                        "first_token_cold_s", cold->first_token_s, "first_token_warm_s", warm->first_token_s,
-                        "prefill_tok_s", rate(warm->n_prompt, warm->prompt_s), "decode_tok_s",
-                        rate(warm->n_ids - 1, warm->decode_s), "n_lanes", st->n_lanes, "device_kind",
+        out = json_pack("{s:f, s:o, s:f, s:o, s:f, s:f, s:i, s:s, s:o}", "load_s", st->load_s, "load_ms", open,
+                        "first_token_cold_s", cold->first_token_s, "first_token_warm_s",
+                        number(once ? -1 : warm->first_token_s), "prefill_tok_s", rate(warm->n_prompt, warm->prompt_s),
+                        "decode_tok_s", rate(warm->n_ids - 1, warm->decode_s), "n_lanes", st->n_lanes, "device_kind",
                         st->device == QL_DEVICE_CUDA ? "cuda" : "host", "lanes", lanes);
     }
+    ql_result_free(once ? NULL : warm);
     ql_result_free(cold);
-    ql_result_free(warm);
     free(st);
     return out;
 }
@@ -144,12 +148,14 @@ static void on_event(void *user, const ql_event *event) {
     }
 }
 
-/* Milliseconds of each phase: of the prompt, and of one generated id. The first request is not counted: code is loaded
+/* Milliseconds of each phase: of the prompt, and of one generated id. A first, short request is not counted: code is loaded
  * then. */
-static json_t *measure_phases(ql_engine *engine, int32_t ctx, const int32_t *ids, int32_t n, ql_error *err) {
+static json_t *measure_phases(const bench *b, ql_engine *engine, int32_t ctx, const int32_t *ids, int32_t n,
+                              ql_error *err) {
+    const int32_t some = WARM_UP_CHUNKS * b->opt.chunk;
     ql_stats *st = calloc(3, sizeof *st); /* before, at the first id, at the end */
     first_id first = {.engine = engine, .stats = &st[1]};
-    ql_result *res = st ? ask(engine, ids, ctx, 2, NULL, NULL, err) : NULL;
+    ql_result *res = st ? ask(engine, ids, ctx < some ? ctx : some, 2, NULL, NULL, err) : NULL;
     json_t *out = NULL;
     if (res) {
         st[0].size = st[1].size = st[2].size = sizeof *st;
@@ -183,7 +189,7 @@ static int measure(const bench *b, int32_t ctx, bool profiled, int fd) {
     }
     int32_t *ids = make_ids(b, engine, ctx);
     json_t *out = !ids       ? NULL
-                  : profiled ? measure_phases(engine, ctx, ids, b->n < PROFILED_N ? b->n : PROFILED_N, &err)
+                  : profiled ? measure_phases(b, engine, ctx, ids, b->n < PROFILED_N ? b->n : PROFILED_N, &err)
                              : measure_speed(b, engine, ctx, ids, &err);
     int rc = 0;
     if (!out) {
@@ -238,13 +244,19 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* Median of the runs that have the figure, or -1. */
 static double median_of(const json_t *runs, const char *key) {
-    double v[99];
+    double v[MAX_RUNS];
     size_t n = 0, i;
     const json_t *run;
-    json_array_foreach(runs, i, run) { v[n++] = json_number_value(json_object_get(run, key)); }
+    json_array_foreach(runs, i, run) {
+        const json_t *figure = json_object_get(run, key);
+        if (json_is_number(figure)) {
+            v[n++] = json_number_value(figure);
+        }
+    }
     qsort(v, n, sizeof *v, by_value);
-    return n % 2 ? v[n / 2] : 0.5 * (v[n / 2 - 1] + v[n / 2]);
+    return n == 0 ? -1 : n % 2 ? v[n / 2] : 0.5 * (v[n / 2 - 1] + v[n / 2]);
 }
 
 /* Bytes that one generated id reads and writes on the fullest lane, halfway through: weights and scales but the embedding's
@@ -275,13 +287,13 @@ static json_t *point(const bench *b, int32_t ctx, json_t *runs, json_t *phases) 
         double s = json_number_value(json_object_get(l, "stream_bytes_per_s"));
         stream = stream < 0 || s < stream ? s : stream;
     }
-    return json_pack("{s:i, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o}", "context", ctx, "generated",
+    return json_pack("{s:i, s:i, s:f, s:f, s:o, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o}", "context", ctx, "generated",
                      b->n, "load_s", median_of(runs, "load_s"), "first_token_cold_s",
-                     median_of(runs, "first_token_cold_s"), "first_token_warm_s", median_of(runs, "first_token_warm_s"),
-                     "prefill_tok_s", median_of(runs, "prefill_tok_s"), "decode_tok_s", decode, "decode_bytes", bytes,
-                     "decode_bytes_per_s", bytes * decode, "stream_bytes_per_s", number(stream),
-                     "decode_share_of_stream", number(stream > 0 ? bytes * decode / stream : -1), "phases", phases,
-                     "runs", runs);
+                     median_of(runs, "first_token_cold_s"), "first_token_warm_s",
+                     number(median_of(runs, "first_token_warm_s")), "prefill_tok_s", median_of(runs, "prefill_tok_s"),
+                     "decode_tok_s", decode, "decode_bytes", bytes, "decode_bytes_per_s", bytes * decode,
+                     "stream_bytes_per_s", number(stream), "decode_share_of_stream",
+                     number(stream > 0 ? bytes * decode / stream : -1), "phases", phases, "runs", runs);
 }
 
 /* Keys and values of a token, and each lane's rows of the embedding, at the lane count that runs. */
@@ -304,12 +316,12 @@ static int measure_all(bench *b, json_t *points) {
             b->cuda = json_is_true(json_object_get(phases, "cuda"));
             rc = plan_lanes(b, (int32_t)json_integer_value(json_object_get(phases, "n_lanes")));
         }
-        for (int32_t r = 0; r < b->runs && rc == 0; r++) {
+        for (int32_t r = 0; r < b->runs[c] && rc == 0; r++) {
             rc = in_process(b, b->context[c], false, &one);
             if (rc == 0) {
                 ql_cli_say("context %d, run %d of %d: prefill %.1f tok/s, first token %.3f s, decode %.1f tok/s",
-                           b->context[c], r + 1, b->runs, json_real_value(json_object_get(one, "prefill_tok_s")),
-                           json_real_value(json_object_get(one, "first_token_warm_s")),
+                           b->context[c], r + 1, b->runs[c], json_real_value(json_object_get(one, "prefill_tok_s")),
+                           json_real_value(json_object_get(one, "first_token_cold_s")),
                            json_real_value(json_object_get(one, "decode_tok_s")));
                 json_array_append_new(runs, one);
             }
@@ -405,12 +417,12 @@ static json_t *provenance(const bench *b) {
     static const char *const precisions[] = {"", "exact", "bf16", "fp8"};
     ql_precision prompt = b->opt.prompt_precision ? b->opt.prompt_precision : b->cuda ? QL_PREC_BF16 : QL_PREC_EXACT;
     ql_precision gen = b->opt.gen_precision ? b->opt.gen_precision : QL_PREC_EXACT;
-    return json_pack("{s:s, s:o, s:I, s:s, s:s, s:o, s:s, s:I, s:i, s:s, s:s, s:s, s:i, s:s, s:s}", "version",
-                     ql_version(), "binary_crc32", text(binary), "binary_bytes", (json_int_t)bytes, "checkpoint",
-                     b->info.dir, "scheme", b->info.scheme, "checkpoint_crc32", checkpoint_hash(b), "architecture",
+    return json_pack("{s:s, s:o, s:I, s:s, s:s, s:o, s:s, s:I, s:i, s:s, s:s, s:s, s:s, s:s}", "version", ql_version(),
+                     "binary_crc32", text(binary), "binary_bytes", (json_int_t)bytes, "checkpoint", b->info.dir,
+                     "scheme", b->info.scheme, "checkpoint_crc32", checkpoint_hash(b), "architecture",
                      b->info.architecture, "checkpoint_bytes", (json_int_t)(b->info.weight_bytes + b->info.scale_bytes),
                      "chunk", b->opt.chunk, "kv", ql_cli_kv_name(b->opt.kv), "prompt_precision", precisions[prompt],
-                     "gen_precision", precisions[gen], "runs", b->runs, "date", when, "machine", host);
+                     "gen_precision", precisions[gen], "date", when, "machine", host);
 }
 
 /* ---- the command --------------------------------------------------------------------------------------------------- */
@@ -440,6 +452,21 @@ static int choose_contexts(bench *b) {
     return b->n_context ? 0 : ql_cli_fail(QL_EXIT_USAGE, "no context fits: the model's is %d", b->info.max_ctx);
 }
 
+static int choose_runs(bench *b) {
+    const ql_cli_ints *asked = &b->args->runs;
+    if (b->args->has_runs && asked->n != 1 && asked->n != b->n_context) {
+        return ql_cli_fail(QL_EXIT_USAGE, "--runs wants one number, or one for each of %d contexts, not %d",
+                           b->n_context, asked->n);
+    }
+    for (int32_t c = 0; c < b->n_context; c++) {
+        b->runs[c] = !b->args->has_runs ? DEFAULT_RUNS : asked->v[asked->n == 1 ? 0 : c];
+        if (b->runs[c] < 1 || b->runs[c] > MAX_RUNS) {
+            return ql_cli_fail(QL_EXIT_USAGE, "--runs wants numbers from 1 to %d, not %d", MAX_RUNS, b->runs[c]);
+        }
+    }
+    return 0;
+}
+
 static void find_embedding(bench *b) {
     ql_tensor_info t;
     for (int32_t i = 0; ql_checkpoint_get_tensor(b->ckpt, i, &t) == QL_OK; i++) {
@@ -460,7 +487,6 @@ static int run_bench(bench *b, json_t **result) {
     }
     b->opt.model = b->model;
     b->n = b->args->n > 0 ? (int32_t)b->args->n : DEFAULT_N;
-    b->runs = b->args->runs > 0 ? (int32_t)b->args->runs : DEFAULT_RUNS;
     if (b->n < 2) {
         return ql_cli_fail(QL_EXIT_USAGE, "-n wants 2 or more here: decode is timed from the first id to the last");
     }
@@ -470,6 +496,7 @@ static int run_bench(bench *b, json_t **result) {
     ql_checkpoint_get_info(b->ckpt, &b->info);
     find_embedding(b);
     rc = choose_contexts(b);
+    rc = rc ? rc : choose_runs(b);
     json_t *points = json_array();
     rc = rc ? rc : measure_all(b, points);
     if (rc) {

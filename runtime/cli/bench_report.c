@@ -23,21 +23,30 @@ static void print_phases(const json_t *phases, const char *key, const char *titl
     putchar('\n');
 }
 
+/* A number in `width` columns, or a dash where there is none. */
+static void print_cell(const json_t *v, double factor, int width, int digits, const char *unit) {
+    const int room = width - (int)strlen(unit);
+    if (json_is_number(v)) {
+        printf(" %*.*f%s", room, digits, factor * json_number_value(v), unit);
+    } else {
+        printf(" %*s", width, "-");
+    }
+}
+
 void ql_cli_bench_table(const json_t *result) {
     const json_t *points = json_object_get(result, "points"), *p;
     size_t i;
     printf("%9s %14s %12s %12s %12s %10s %16s\n", "context", "prefill tok/s", "first cold s", "first warm s",
            "decode tok/s", "load s", "share of stream");
     json_array_foreach(points, i, p) {
-        const json_t *share = json_object_get(p, "decode_share_of_stream");
-        printf("%9d %14.1f %12.3f %12.3f %12.1f %10.3f", (int)value(p, "context"), value(p, "prefill_tok_s"),
-               value(p, "first_token_cold_s"), value(p, "first_token_warm_s"), value(p, "decode_tok_s"),
-               value(p, "load_s"));
-        if (json_is_number(share)) {
-            printf(" %15.1f%%\n", 100 * json_number_value(share));
-        } else {
-            printf(" %16s\n", "-");
-        }
+        printf("%9d", (int)value(p, "context"));
+        print_cell(json_object_get(p, "prefill_tok_s"), 1, 14, 1, "");
+        print_cell(json_object_get(p, "first_token_cold_s"), 1, 12, 3, "");
+        print_cell(json_object_get(p, "first_token_warm_s"), 1, 12, 3, "");
+        print_cell(json_object_get(p, "decode_tok_s"), 1, 12, 1, "");
+        print_cell(json_object_get(p, "load_s"), 1, 10, 3, "");
+        print_cell(json_object_get(p, "decode_share_of_stream"), 100, 16, 1, "%");
+        putchar('\n');
     }
     json_array_foreach(points, i, p) {
         printf("phases at context %d\n", (int)value(p, "context"));
@@ -183,16 +192,24 @@ static void write_svg(FILE *f, const json_t *result) {
     const json_t *run = json_array_get(json_object_get(json_array_get(points, 0), "runs"), 0);
     const char *device = json_string_value(json_object_get(json_array_get(json_object_get(run, "lanes"), 0), "name"));
     int lanes = (int)value(run, "n_lanes");
+    size_t least = SIZE_MAX, most = 0, i;
+    const json_t *p;
+    json_array_foreach(points, i, p) {
+        const size_t n = json_array_size(json_object_get(p, "runs"));
+        least = n < least ? n : least;
+        most = n > most ? n : most;
+    }
+    char runs[64];
+    snprintf(runs, sizeof runs, least == most ? "median of %zu" : "median of %zu to %zu", least, most);
     fprintf(f,
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" font-family=\"sans-serif\" "
             "font-size=\"12\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"#fff\"/>\n",
             LEFT + 2 * WIDTH + GAP + 40, TOP + HEIGHT + 76);
     draw_panel(f, points, "prefill_tok_s", "prefill, tokens a second", LEFT);
     draw_panel(f, points, "decode_tok_s", "decode, tokens a second", LEFT + WIDTH + GAP);
-    fprintf(f, "<text x=\"%d\" y=\"%d\" fill=\"#555\">%d lane%s on %s, %s, KV %s, median of %d, qlane ", LEFT,
-            TOP + HEIGHT + 62, lanes, lanes == 1 ? "" : "s", device ? device : "this machine",
-            json_string_value(json_object_get(prov, "scheme")), json_string_value(json_object_get(prov, "kv")),
-            (int)value(prov, "runs"));
+    fprintf(f, "<text x=\"%d\" y=\"%d\" fill=\"#555\">%d lane%s on %s, %s, KV %s, %s, qlane ", LEFT, TOP + HEIGHT + 62,
+            lanes, lanes == 1 ? "" : "s", device ? device : "this machine",
+            json_string_value(json_object_get(prov, "scheme")), json_string_value(json_object_get(prov, "kv")), runs);
     for (const char *s = json_string_value(json_object_get(prov, "version")); *s && *s != ','; s++) {
         fputc(*s, f);
     }

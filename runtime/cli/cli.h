@@ -71,9 +71,9 @@ typedef struct ql_cli_texts {
 /* Values as given; "not given" is NULL, 0 entries, -1, NAN or false. */
 typedef struct ql_cli_args {
     const char *model, *prompt, *file, *ids_file, *dump, *out;
-    bool has_ids, has_devices, has_contexts;
-    ql_cli_ints ids, devices, contexts;
-    int64_t n, runs, lanes, seqs, ctx, chunk, mem, seed, top_k, wait_ms, init_ms;
+    bool has_ids, has_devices, has_contexts, has_runs;
+    ql_cli_ints ids, devices, contexts, runs;
+    int64_t n, lanes, seqs, ctx, chunk, mem, seed, top_k, wait_ms, init_ms;
     double temp, top_p, min_p, rep_pen, presence, frequency;
     int64_t device, kv, order; /* index into the option's list of names */
     ql_precision prompt_precision, gen_precision;

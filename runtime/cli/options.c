@@ -66,8 +66,9 @@ static const option table[] = {
      "generate at most N ids", SPEED_CMDS, AT(n), NULL},
     {"--contexts", OPT_INTS, "512,8192", 0, 0, false, "512,8192,32768,131072, as far as the model goes",
      "lengths of the prompts to measure", QL_CMD_BENCH, AT(contexts), NULL},
-    {"--runs", OPT_INT, "N", 1, 99, false, "3", "fresh processes for each context; medians are of these", QL_CMD_BENCH,
-     AT(runs), NULL},
+    {"--runs", OPT_INTS, "3", 0, 0, false, "3",
+     "fresh processes for each context, one number or one for each; medians are of these", QL_CMD_BENCH, AT(runs),
+     NULL},
     {"--lanes", OPT_INT, "N", 1, 64, false,
      "every usable GPU that the model allows, else 1 host lane; check: each of 1, 2, 4 and 8 in turn",
      "number of lanes; must divide the model's slice count", SHAPE_CMDS | QL_CMD_CHECK, AT(lanes), NULL},
@@ -426,7 +427,6 @@ static int unknown_option(enum ql_cli_command command, const char *command_name,
 int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *command_name, int argc, char **argv) {
     bool seen[N_OPT] = {false};
     *args = (ql_cli_args){.n = -1,
-                          .runs = -1,
                           .lanes = -1,
                           .seqs = -1,
                           .ctx = -1,
@@ -493,6 +493,7 @@ int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *com
         args->has_ids |= o->at == AT(ids);
         args->has_devices |= o->at == AT(devices);
         args->has_contexts |= o->at == AT(contexts);
+        args->has_runs |= o->at == AT(runs);
     }
     return 0;
 }
@@ -501,6 +502,7 @@ void ql_cli_args_deinit(ql_cli_args *args) {
     free(args->ids.v);
     free(args->devices.v);
     free(args->contexts.v);
+    free(args->runs.v);
     free(args->stop.v);
     free(args->kernel.v);
     free(args->names.v);

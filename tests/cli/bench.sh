@@ -12,6 +12,12 @@ is "CSV: a row for each run" "$(wc -l <"$tmp/bench/bench.csv")" 5
 is "CSV: as many fields in each row" "$(sed 's/"[^"]*"//g' "$tmp/bench/bench.csv" | awk -F, '{print NF}' | sort -u | wc -l)" 1
 is "SVG: a point for each context in each panel" "$(grep -c '<circle' "$tmp/bench/bench.svg")" 4
 
+q bench --device host --contexts 64,100 -n 2 --runs 2,1 --out "$tmp/runs"
+is "--runs for each context" "$rc $(grep -cE '^qlane: context 64, run [12] of 2:|^qlane: context 100, run 1 of 1:' "$tmp/err")" "0 3"
+has "--runs for each context: the plot says so" runs/bench.svg "median of 1 to 2"
+refuses "--runs of another number" 2 "--runs wants one number, or one for each of 2 contexts, not 3" \
+    bench --device host --contexts 64,100 --runs 1,2,3
+refuses "--runs of none" 2 "--runs wants numbers from 1 to 99, not 0" bench --device host --contexts 64 --runs 0
 q bench --device host --contexts 64 -n 4 --runs 1 --json
 is "--json: exit code" $rc 0
 is "--json: one line" "$(wc -l <"$tmp/out")" 1
