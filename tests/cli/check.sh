@@ -29,6 +29,8 @@ for lanes in 1 8; do
     has "$lanes lanes: a wrong decode is noticed" out "ok   mlp_shard_nvfp4.group.broken-nibbles.lanes$lanes "
 done
 has "what does not fit the model is skipped and said" out "skip precision.fp8.lanes8"
+q check --device host --lanes 1 -m tests/data/micro-mixed precision
+is "a model with random weights has limits of its own" "$rc $(tail -n 1 "$tmp/out")" "0 2 passed, 0 failed, 0 skipped"
 q check --device host --lanes 2 -m /no/such/model precision
 is "a case that fails: exit code" $rc 1
 has "a case that fails: its line" out "FAIL precision.bf16.lanes2"
