@@ -129,6 +129,15 @@ is "a checkpoint without a tokenizer" "$rc $(grep -cE '^plain .* 6/6 +2/2$' "$tm
 stops "a vocabulary too small for the bundled tokenizer" 3 "one: the prompt has id *, the model *" \
     "$one -m tests/data/micro-bf16"
 
+# The bundled model beside its FP8 siblings.
+BUILD=$(dirname "$qlane") SCRATCH=$tmp OPTIONS="--device host --lanes 2" bench/siblings.sh models/tiny --lengths 64 -n 6 --runs 1 \
+    >"$tmp/out" 2>"$tmp/err"
+is "siblings: exit code" $? 0
+is "siblings: a line each" "$(grep -cE '^(as it is|fp8-channel|fp8-block) +2 +64 ' "$tmp/out")" 3
+is "siblings: bytes of weights a lane, of those in blocks" "$(awk '/^fp8-channel/ {print $9} /^as it is/ {print $11}' "$tmp/out" |
+    paste -sd' ')" "0.973x 0.853x"
+is "siblings: nothing is left" "$(ls "$tmp" | grep -c siblings)" 0
+
 # Mistakes.
 stops "no configuration" 2 "wants a configuration"
 stops "a name twice" 2 "wants configurations, each of another name" "$one" "$one"
