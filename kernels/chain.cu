@@ -16,7 +16,8 @@
  * who reads it adds the parts. Other sums have the order of the kernels that run alone, so a step may go either way.
  *
  * What shapes this code (bench/NOTES.md): a load that misses the first-level cache waits behind all that the ring has asked
- * for, so nothing on the way of a unit may touch device memory, spilled registers included.
+ * for, so nothing on the way of a unit may touch device memory, spilled registers included; and code that runs once an op
+ * waits for its own instructions, so it is short rather than unrolled.
  */
 #include "kernels/cuda/bulk.cuh"
 #include "kernels/cuda/chain.cuh"
@@ -230,20 +231,38 @@ template <int COLS> __device__ __forceinline__ enum x_mode mode_of(const struct 
     return COLS == 2 ? X_F16X2 : p.mode;
 }
 
-/* COLS 2: X_F16X2, `to_lo` numbers between the two. */
+__device__ __forceinline__ float larger_x4(float most, float4 v, enum x_mode mode) {
+    return larger_x(larger_x(larger_x(larger_x(most, v.x, mode), v.y, mode), v.z, mode), v.w, mode);
+}
+
+/* Four neighbours of a row, as f16: COLS 2 is X_F16X2, with `to_lo` numbers between the two parts. */
 template <int COLS>
-__device__ __forceinline__ void put_x(uint16_t *hi, int to_lo, float v, float up, enum x_mode mode) {
-    if (COLS == 2) {
-        v *= up;
-        __half h = __float2half_rn(v);
-        *hi = __half_as_ushort(h);
-        float rest = (v - __half2float(h)) * 2048.0f;
-        hi[to_lo] = __half_as_ushort(__float2half_rn(fabsf(v) <= 65504.0f ? rest : 0.0f));
-    } else if (mode == X_E4M3_AS_F16) {
-        *hi = __half_as_ushort(__float2half_rn(f32_of_e4m3(e4m3_of_f32(v / up))));
-    } else {
-        *hi = __half_as_ushort(__float2half_rn(round_bf16(v) * up));
+__device__ __forceinline__ void put_x(uint16_t *hi, int to_lo, const float in[4], float up, enum x_mode mode) {
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (COLS == 1 && mode == X_E4M3_AS_F16) {
+            v[i] = f32_of_e4m3(e4m3_of_f32(in[i] / up));
+        } else {
+            v[i] = (COLS == 1 ? round_bf16(in[i]) : in[i]) * up;
+        }
     }
+    uint2 h = make_uint2(pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]));
+    *(uint2 *)hi = h;
+    if (COLS == 2) {
+        float2 h01 = __half22float2(*(__half2 *)&h.x), h23 = __half22float2(*(__half2 *)&h.y);
+        const float back[4] = {h01.x, h01.y, h23.x, h23.y};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float rest = (v[i] - back[i]) * 2048.0f;
+            v[i] = fabsf(v[i]) <= 65504.0f ? rest : 0.0f;
+        }
+        *(uint2 *)(hi + to_lo) = make_uint2(pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]));
+    }
+}
+
+__device__ __forceinline__ float4 add4(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
 /* The subtree of parts at p. */
@@ -261,74 +280,73 @@ __device__ __forceinline__ float add_parts(const float *p, int parts, int stride
 /* Residual addition and norm of all rows; the sums are those of norm.cu. This block's share of x + delta waits in `pend`
  * until all blocks have read x. */
 template <int COLS> __device__ __noinline__ void norm_x(const struct product &p, uint16_t *xs, struct shared *sh) {
-    constexpr int VIRTUAL = NORM_THREADS / 32,
-                  Q = (VIRTUAL + N_WARP - 1) / N_WARP; /* the norm kernel's warps, several to one */
+    /* Eight warps, a lane the work of four neighbouring threads of the norm kernel: columns 4 t .. 4 t + 3 of each 1,024. */
+    constexpr int WARPS = NORM_THREADS / 128;
     const struct run &r = sh->run;
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, stride = x_stride(p.k, p.format), k = p.k,
-        parts = p.delta_parts;
-    int lo = (int)((int64_t)k * blockIdx.x / gridDim.x), hi = (int)((int64_t)k * (blockIdx.x + 1) / gridDim.x);
-    auto index = [&](int q, int j) { /* k or more: none */
-                                     int v = warp + q * N_WARP;
-                                     return v < VIRTUAL ? j * NORM_THREADS + v * 32 + lane : k;
-    };
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, stride = x_stride(p.k, p.format), parts = p.delta_parts;
+    int k = warp < WARPS ? p.k : 0, at = 4 * threadIdx.x;
+    int lo = (int)((int64_t)p.k * blockIdx.x / gridDim.x), hi = (int)((int64_t)p.k * (blockIdx.x + 1) / gridDim.x);
     for (int row = 0; row < r.n_row; row++) {
-        const float *x = p.x + row * p.ldx, *delta = p.delta + row * k;
-        float v[Q][NORM_KEEP], w[Q][NORM_KEEP], d[2][Q][NORM_KEEP]; /* all loads before the first use */
+        const float *x = p.x + row * p.ldx, *delta = p.delta + row * p.k;
+        float4 v[NORM_KEEP], w[NORM_KEEP], d[2][NORM_KEEP]; /* all loads before the first use */
+        const float4 none = make_float4(0, 0, 0, 0);
 #pragma unroll
-        for (int q = 0; q < Q; q++) {
-#pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                int i = index(q, j);
-                v[q][j] = i < k ? load_fresh(x + i) : 0.0f;
-                d[0][q][j] = i < k && parts >= 1 ? load_fresh(delta + i) : 0.0f;
-                d[1][q][j] = i < k && parts >= 2 ? load_fresh(delta + p.delta_stride + i) : 0.0f;
-            }
+        for (int j = 0; j < NORM_KEEP; j++) {
+            int i = j * NORM_THREADS + at;
+            v[j] = i < k ? load_fresh4(x + i) : none;
+            d[0][j] = i < k && parts >= 1 ? load_fresh4(delta + i) : none;
+            d[1][j] = i < k && parts >= 2 ? load_fresh4(delta + p.delta_stride + i) : none;
         }
-        float sums[Q];
+        float sum[4] = {};
 #pragma unroll
-        for (int q = 0; q < Q; q++) {
-            float sum = 0.0f;
+        for (int j = 0; j < NORM_KEEP; j++) {
+            int i = j * NORM_THREADS + at;
+            if (parts > 0 && i < k) {
+                float4 &a = d[0][j];
+                if (parts >= 2) {
+                    a = add4(a, d[1][j]);
+                }
+                if (parts == 4) {
+                    a = add4(a, add4(load_fresh4(delta + 2 * p.delta_stride + i),
+                                     load_fresh4(delta + 3 * p.delta_stride + i)));
+                }
+                v[j] = add4(v[j], a);
+                const float *e = &v[j].x;
 #pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                int i = index(q, j);
-                if (parts > 0 && i < k) {
-                    float add = parts >= 2 ? d[0][q][j] + d[1][q][j] : d[0][q][j];
-                    if (parts == 4) {
-                        add += load_fresh(delta + 2 * p.delta_stride + i) + load_fresh(delta + 3 * p.delta_stride + i);
-                    }
-                    v[q][j] += add;
-                    if (i >= lo && i < hi) {
-                        sh->pend[row][i - lo] = v[q][j];
+                for (int c = 0; c < 4; c++) {
+                    if (i + c >= lo && i + c < hi) {
+                        sh->pend[row][i + c - lo] = e[c];
                     }
                 }
-                sum = fmaf(v[q][j], v[q][j], sum);
             }
-            sums[q] = sum;
+            sum[0] = fmaf(v[j].x, v[j].x, sum[0]);
+            sum[1] = fmaf(v[j].y, v[j].y, sum[1]);
+            sum[2] = fmaf(v[j].z, v[j].z, sum[2]);
+            sum[3] = fmaf(v[j].w, v[j].w, sum[3]);
         }
 #pragma unroll
-        for (int q = 0; q < Q; q++) { /* on their way during the sum */
+        for (int j = 0; j < NORM_KEEP; j++) { /* on their way during the sum */
+            int i = j * NORM_THREADS + at;
+            w[j] = i < k ? load_fresh4(p.norm + i) : none;
+        }
+        /* A warp of the norm kernel is eight lanes here; it adds lanes 16, 8, 4, 2, 1 apart. */
 #pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                int i = index(q, j);
-                w[q][j] = i < k ? load_fresh(p.norm + i) : 0.0f;
+        for (int distance = 4; distance; distance >>= 1) {
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
             }
         }
-#pragma unroll
-        for (int q = 0; q < Q; q++) {
-            float sum = warp_sum(sums[q]);
-            if (lane == 0 && warp + q * N_WARP < VIRTUAL) {
-                sh->part[warp + q * N_WARP] = sum;
-            }
+        if ((lane & 7) == 0 && warp < WARPS) {
+            sh->part[warp * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
         }
         sync_warps();
-        float scale = 1.0f / sqrtf(warp_sum(sh->part[lane]) / (float)k + p.eps), most = 0.0f, back;
+        float scale = 1.0f / sqrtf(warp_sum(sh->part[lane]) / (float)p.k + p.eps), most = 0.0f, back;
 #pragma unroll
-        for (int q = 0; q < Q; q++) {
-#pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                v[q][j] = (v[q][j] * scale) * (1.0f + w[q][j]);
-                most = larger_x(most, v[q][j], mode_of<COLS>(p));
-            }
+        for (int j = 0; j < NORM_KEEP; j++) {
+            v[j] = make_float4((v[j].x * scale) * (1.0f + w[j].x), (v[j].y * scale) * (1.0f + w[j].y),
+                               (v[j].z * scale) * (1.0f + w[j].z), (v[j].w * scale) * (1.0f + w[j].w));
+            most = larger_x4(most, v[j], mode_of<COLS>(p));
         }
         most = warp_max(most);
         if (lane == 0) {
@@ -341,13 +359,10 @@ template <int COLS> __device__ __noinline__ void norm_x(const struct product &p,
             sh->norm_scale[row] = scale;
         }
 #pragma unroll
-        for (int q = 0; q < Q; q++) {
-#pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                int i = index(q, j);
-                if (i < k) {
-                    put_x<COLS>(xs + row * COLS * stride + i, stride, v[q][j], up, p.mode);
-                }
+        for (int j = 0; j < NORM_KEEP; j++) {
+            int i = j * NORM_THREADS + at;
+            if (i < k) {
+                put_x<COLS>(xs + row * COLS * stride + i, stride, &v[j].x, up, p.mode);
             }
         }
         sync_warps(); /* the row is there, part and most have been read */
@@ -363,15 +378,16 @@ template <int COLS> __device__ __noinline__ void slices_x(const struct product &
     int n = slice < slices ? p.ks : 0; /* of this thread's slice */
     for (int row = 0; row < r.n_row; row++) {
         const float *x = p.x + row * p.ldx + (blockIdx.x & (p.parts - 1)) * k + at;
-        float v[X_KEEP], most = 0.0f, back;
+        float4 v[X_KEEP / 4];
+        float most = 0.0f, back;
 #pragma unroll
-        for (int j = 0; j < X_KEEP; j++) {
-            int i = j * each + t;
-            v[j] = i < n ? load_fresh(x + i) : 0.0f;
+        for (int j = 0; j < X_KEEP / 4; j++) {
+            int i = 4 * (j * each + t);
+            v[j] = i < n ? load_fresh4(x + i) : make_float4(0, 0, 0, 0);
         }
 #pragma unroll
-        for (int j = 0; j < X_KEEP; j++) {
-            most = larger_x(most, v[j], mode_of<COLS>(p));
+        for (int j = 0; j < X_KEEP / 4; j++) {
+            most = larger_x4(most, v[j], mode_of<COLS>(p));
         }
         most = warp_max(most);
         if (lane == 0) {
@@ -384,10 +400,10 @@ template <int COLS> __device__ __noinline__ void slices_x(const struct product &
             sh->xscale[row * slices + slice] = back * WEIGHT_UNIT;
         }
 #pragma unroll
-        for (int j = 0; j < X_KEEP; j++) {
-            int i = j * each + t;
+        for (int j = 0; j < X_KEEP / 4; j++) {
+            int i = 4 * (j * each + t);
             if (i < n) {
-                put_x<COLS>(xs + row * COLS * stride + at + i, stride, v[j], up, p.mode);
+                put_x<COLS>(xs + row * COLS * stride + at + i, stride, &v[j].x, up, p.mode);
             }
         }
         sync_warps();
@@ -690,25 +706,26 @@ __device__ __noinline__ void recur(const struct shared *sh, const struct recurre
     float *q = room, *k = q + D, *z = k + D, *part = z + D; /* part: [8][D] */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int key = (a.value_head0 + j) / a.group - a.key_head0, width = (2 * a.n_key_head + a.n_value_head) * D;
-    bool active = warp < 8,
-         fresh = sh->seg_pos[s] == 0; /* a warp holds 16 rows of the state, a lane every 32nd column */
-    float *state = a.state + (((int64_t)sh->seg_slot[s] * a.n_value_head + j) * D + warp * 16) * D + lane, st[4][16];
+    bool active = warp < 8, fresh = sh->seg_pos[s] == 0; /* a warp holds 16 rows of the state, a lane four columns */
+    float *state = a.state + (((int64_t)sh->seg_slot[s] * a.n_value_head + j) * D + warp * 16) * D + 4 * lane,
+          st[4][16];
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            st[c][i] = active && !fresh ? load_fresh(state + i * D + 32 * c) : 0.0f;
-        }
+        float4 v = active && !fresh ? load_fresh4(state + i * D) : make_float4(0, 0, 0, 0);
+        st[0][i] = v.x;
+        st[1][i] = v.y;
+        st[2][i] = v.z;
+        st[3][i] = v.w;
     }
     float a_log = __ldg(a.a_log + j), dt_bias = __ldg(a.dt_bias + j);
     for (int row = sh->seg_row[s]; row < sh->seg_row[s + 1]; row++) {
-        const float *u = a.u + (int64_t)row * width, *v = u + (2 * a.n_key_head + j) * D + lane;
+        const float *u = a.u + (int64_t)row * width, *v = u + (2 * a.n_key_head + j) * D + 4 * lane;
         const float *x = warp == 2 ? g.z + (row * a.n_value_head + j) * D : u + ((warp ? a.n_key_head : 0) + key) * D;
-        float value[4] = {}, h[4] = {};
+        float4 v4 = active ? load_fresh4(v) : make_float4(0, 0, 0, 0);
+        float value[4] = {v4.x, v4.y, v4.z, v4.w}, h[4];
         float y = load_fresh(a.a + row * a.n_value_head + j), b = load_fresh(a.b + row * a.n_value_head + j);
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            value[c] = active ? load_fresh(v + 32 * c) : 0.0f;
             h[c] = warp < 3 ? load_fresh(x + lane + 32 * c) : 0.0f;
         }
         sync_warps(); /* the last row's numbers have been read */
@@ -737,19 +754,16 @@ __device__ __noinline__ void recur(const struct shared *sh, const struct recurre
                     sum[c] = fmaf(k[warp * 16 + i], st[c][i], sum[c]);
                 }
             }
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                part[warp * D + lane + 32 * c] = sum[c];
-            }
+            *(float4 *)(part + warp * D + 4 * lane) = make_float4(sum[0], sum[1], sum[2], sum[3]);
         }
         sync_warps();
         if (active) {
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                sum[c] = part[lane + 32 * c];
+                sum[c] = part[4 * lane + c];
 #pragma unroll
                 for (int i = 1; i < 8; i++) {
-                    sum[c] += part[i * D + lane + 32 * c];
+                    sum[c] += part[i * D + 4 * lane + c];
                 }
                 float d = beta * (value[c] - sum[c]);
 #pragma unroll
@@ -761,10 +775,7 @@ __device__ __noinline__ void recur(const struct shared *sh, const struct recurre
         }
         sync_warps();
         if (active) {
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                part[warp * D + lane + 32 * c] = out[c];
-            }
+            *(float4 *)(part + warp * D + 4 * lane) = make_float4(out[0], out[1], out[2], out[3]);
         }
         sync_warps();
         if (warp == 0) {
@@ -789,10 +800,7 @@ __device__ __noinline__ void recur(const struct shared *sh, const struct recurre
     if (active) {
 #pragma unroll
         for (int i = 0; i < 16; i++) {
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                state[i * D + 32 * c] = st[c][i];
-            }
+            *(float4 *)(state + i * D) = make_float4(st[0][i], st[1][i], st[2][i], st[3][i]);
         }
     }
 }
