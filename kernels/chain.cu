@@ -1,12 +1,12 @@
 /* chain on the device: a run of a generation step's ops in one persistent kernel, contract in chain.h.
  *
- * One block an SM. Its last warp only fetches: it walks over the run's products and keeps a ring of shared memory filled with
- * the codes and scales that this block will multiply, in order, across the edges between ops. Weights do not depend on what
- * the ops compute, so memory need not wait for an edge. The other warps compute.
+ * One block an SM. One warp only fetches: it walks over the run's products and keeps a ring of shared memory filled with the
+ * codes and scales that this block will multiply, in order, across the edges between ops. Weights do not depend on what the
+ * ops compute, so memory need not wait for an edge. One warp only finishes what the others have multiplied.
  *
  *   product     all blocks: x is prepared by every block for itself (residual addition, norm, largest element, f16 parts) into
  *               shared memory; then units of 16 weight rows in the order of cuda/unit.cuh, dealt to the warps in turn. A task is
- *               the units of a tile of weight rows; the warps take turns at finishing tasks: units are added up, scaled,
+ *               the units of a tile of weight rows; the finishing warp takes one after another: units are added up, scaled,
  *               slices added as a tree, and what follows elementwise is applied (convolution, gated activation)
  *   recurrence  a block a head and segment: delta rule and gated norm
  *   edge        a counter in device memory that every block raises when its part of an op is written, and waits for before
@@ -44,27 +44,25 @@ __device__ __forceinline__ float4 load_fresh4(const float *p) {
 }
 
 /* Loads that stay where they are written. */
-__device__ __forceinline__ uint4 load_shared4(const uint4 *p) {
+__device__ __forceinline__ uint4 load_shared4(uint32_t p) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(shared_address(p)));
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
     return v;
 }
-__device__ __forceinline__ uint32_t load_shared_u16(const void *p) {
+__device__ __forceinline__ uint32_t load_shared_u16(uint32_t p) {
     uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared_address(p)));
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p));
     return v;
 }
 
 /* Of the computing warps. */
-__device__ __forceinline__ void sync_warps(void) { asm volatile("bar.sync 1, 384;" ::: "memory"); }
+__device__ __forceinline__ void sync_warps(void) { asm volatile("bar.sync 1, 448;" ::: "memory"); }
 __device__ __forceinline__ void sync_four(void) { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 
 /* ---- walking over a product, the same for the fetching and the computing warps ------------------------------------- */
 
 struct walk {
-    int stage, unit, task; /* so far in the run; unit: the warp whose turn it is; stages lie in slots in turn */
+    int stage, task; /* so far in the run; stages lie in slots in turn, tasks in sets */
 };
 
 /* A task is a tile of 16 weight rows and a part of its slices; GATED: of gate and up, two pieces. */
@@ -94,11 +92,26 @@ __device__ __forceinline__ struct piece_of find_piece_of(const struct product &p
     return at;
 }
 
-/* Where a unit lies: first column tile of its piece, tiles before it in its stage, its tiles, its stage in the piece. */
-__device__ __forceinline__ uint32_t pack_unit(const struct product &p, int unit) {
-    int per_stage = stage_units(p.format), first = tile_of(p, unit);
-    return (uint32_t)(first | (first - tile_of(p, unit / per_stage * per_stage)) << 12 |
-                      (tile_of(p, unit + 1) - first) << 20 | unit / per_stage << 24);
+/* Tasks of this block. */
+__device__ __forceinline__ int tasks_of(const struct product &p) {
+    return p.n_task > (int)blockIdx.x ? (p.n_task - 1 - (int)blockIdx.x) / (int)gridDim.x + 1 : 0;
+}
+
+/* Units of a task. */
+__device__ __forceinline__ int all_units(const struct product &p) {
+    return p.epilogue == GATED ? 2 * p.units : p.units;
+}
+
+/* Unit u of a task, counted over its pieces. */
+__device__ __forceinline__ struct unit_at locate_unit(const struct product &p, int u) {
+    int piece = u >= p.units, unit = u - piece * p.units, per_stage = stage_units(p.format);
+    int first = tile_of(p, unit), skip = first - tile_of(p, unit / per_stage * per_stage);
+    return unit_at{(uint16_t)(skip * TILE_BYTES),
+                   (uint16_t)(SCALES_AT + skip * TILE_SCALE_BYTES),
+                   (uint32_t)(first * tile_k(p.format) * 2),
+                   (uint16_t)(piece * p.stages + unit / per_stage),
+                   (uint16_t)(tile_of(p, unit + 1) - first),
+                   (uint32_t)first};
 }
 
 /* Until task n of the block has been finished. */
@@ -118,10 +131,10 @@ __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *rin
     int stage = 0, n_task = 0;
     for (int i = 0; i < r.n_op; i++) {
         if (r.op[i].kind == RECURRENCE) {
-            const ql_gdn_args &a = r.op[i].gdn.a;
-            for (int task = blockIdx.x; task < r.n_seg * a.n_value_head; task += gridDim.x) {
-                int s = task / a.n_value_head, j = task % a.n_value_head;
-                prefetch(a.state + ((int64_t)sh->seg_slot[s] * a.n_value_head + j) * D * D, D * D * 4);
+            const ql_gdn_args &g = r.op[i].gdn.a;
+            for (int task = blockIdx.x; task < r.n_seg * g.n_value_head; task += gridDim.x) {
+                int s = task / g.n_value_head, j = task % g.n_value_head;
+                prefetch(g.state + ((int64_t)sh->seg_slot[s] * g.n_value_head + j) * D * D, D * D * 4);
             }
         }
         if (r.op[i].kind != PRODUCT) {
@@ -198,17 +211,14 @@ __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *rin
 
 /* ---- edges ------------------------------------------------------------------------------------------------------- */
 
-/* This block's part of an op is written. */
+/* One thread: this block's part of an op is written, and known to the thread. */
 __device__ __forceinline__ void arrive(const struct run &r, bool at_end, unsigned last) {
-    sync_warps();
-    if (threadIdx.x == 0) {
-        if (!at_end) {
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->count) : "memory");
-        } else {
-            __threadfence();
-            if (atomicAdd(&r.edges->count, 1) + 1 == last) {
-                r.edges->base = last;
-            }
+    if (!at_end) {
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->count) : "memory");
+    } else {
+        __threadfence();
+        if (atomicAdd(&r.edges->count, 1) + 1 == last) {
+            r.edges->base = last;
         }
     }
 }
@@ -414,66 +424,79 @@ template <int COLS> __device__ __noinline__ void slices_x(const struct product &
 
 template <int N> struct constant { static constexpr int value = N; };
 
-/* A unit of n tiles whose codes and scales begin at this lane's first; into [row][16]. */
+/* A lane's part of x for one tile. Lanes without a column hold zeros, and keep them. */
+template <int FMT> struct x_tile {
+    static constexpr int LOADS = tile_k(FMT) / 32;
+    uint4 v[LOADS];
+    __device__ __forceinline__ void load(uint32_t from, int has_x) {
+#pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            asm volatile("{\n.reg .pred has;\nsetp.ne.s32 has, %5, 0;\n"
+                         "@has ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+                         : "+r"(v[j].x), "+r"(v[j].y), "+r"(v[j].z), "+r"(v[j].w)
+                         : "r"(from + 16 * j), "r"(has_x));
+        }
+    }
+};
+
+/* A unit of n tiles: codes, scales and x are shared addresses of this lane's first; into [row][16]. t, row0 and first tell
+ * block scales apart. */
 template <int FMT, int COLS>
-__device__ __forceinline__ void compute(const struct chain_target &t, int first, int n, const uint8_t *codes,
-                                        const uint8_t *scales, const uint16_t *x, int n_row, int row0, int k,
+__device__ __forceinline__ void compute(const struct chain_target &t, int row0, int first, int n, uint32_t codes,
+                                        uint32_t scales, uint32_t x, int has_x, x_tile<FMT> b[2], int n_row, int k,
                                         float *out, int lane) {
     constexpr int KT = tile_k(FMT);
     constexpr bool FP4 = FMT == QL_FORMAT_NVFP4, BLOCK = FMT == QL_FORMAT_FP8_BLOCK;
-    const float *bs = (const float *)t.scale, *bs8 = bs;
+    const float *bs = NULL, *bs8 = NULL;
     if (BLOCK) {
         int64_t blocks = (t.col_off + k + QL_FP8_BLOCK - 1) / QL_FP8_BLOCK;
         int r = row0 + (lane >> 2);
-        bs += (t.row_off + min(r, t.n - 1)) / QL_FP8_BLOCK * blocks;
-        bs8 += (t.row_off + min(r + 8, t.n - 1)) / QL_FP8_BLOCK * blocks;
+        bs = (const float *)t.scale + (t.row_off + min(r, t.n - 1)) / QL_FP8_BLOCK * blocks;
+        bs8 = (const float *)t.scale + (t.row_off + min(r + 8, t.n - 1)) / QL_FP8_BLOCK * blocks;
     }
-    constexpr int LOADS = KT / 32; /* of x by a lane, 16 bytes each */
-    bool has_x = (lane >> 2) < n_row * COLS;
     sums<FMT, 1, COLS> sum;
     sum.clear();
-    /* N tiles from i on: all loads of weights before the first use, those of x a tile ahead. */
-    auto tiles = [&](int i, auto count) {
+    int i = 0;
+    /* N tiles: loads of weights before the first use, those of x a tile ahead. */
+    auto tiles = [&](auto count) {
         constexpr int N = decltype(count)::value;
-        uint4 w[N], b[2][LOADS] = {};
+        uint4 w[N];
         uint32_t s[N];
-        auto load_x = [&](int m) {
-            if (has_x) {
-#pragma unroll
-                for (int j = 0; j < LOADS; j++) {
-                    b[m & 1][j] = load_shared4((const uint4 *)(x + (i + m) * KT) + j);
-                }
-            }
-        };
-        load_x(0);
+        b[0].load(x, has_x);
 #pragma unroll
         for (int m = 0; m < N; m++) {
-            w[m] = load_shared4((const uint4 *)(codes + (i + m) * TILE_BYTES));
-            s[m] = FP4 ? load_shared_u16(scales + (i + m) * TILE_SCALE_BYTES) : 0;
+            w[m] = load_shared4(codes + m * TILE_BYTES);
+            s[m] = FP4 ? load_shared_u16(scales + m * TILE_SCALE_BYTES) : 0;
         }
 #pragma unroll
         for (int m = 0; m < N; m++) {
             uint32_t a[KT / 16][4];
             if (m + 1 < N) {
-                load_x(m + 1);
+                b[m + 1 & 1].load(x + (m + 1) * KT * 2, has_x);
             }
             sum.decode(w[m], s[m], a);
-            sum.multiply(0, a, b[m & 1]);
+            sum.multiply(0, a, b[m & 1].v);
             int end = t.col_off / KT + first + i + m + 1;
             if (BLOCK && (end % (QL_FP8_BLOCK / KT) == 0 || i + m + 1 == n)) {
                 int at = (end - 1) / (QL_FP8_BLOCK / KT);
                 sum.end_block(bs[at], bs8[at]);
             }
         }
+        i += N;
+        x += N * KT * 2;
+        codes += N * TILE_BYTES;
+        scales += N * TILE_SCALE_BYTES;
     };
-    int i = 0;
 #pragma unroll 1
-    for (; i + 5 <= n; i += 5) {
-        tiles(i, constant<5>{});
+    while (i + 5 <= n) {
+        tiles(constant<5>{});
     }
 #pragma unroll 1
-    for (; i < n; i++) {
-        tiles(i, constant<1>{});
+    while (i + 2 <= n) {
+        tiles(constant<2>{});
+    }
+    if (i < n) {
+        tiles(constant<1>{});
     }
     sum.store(out, n_row, lane);
 }
@@ -549,20 +572,35 @@ __device__ __noinline__ void finish_task(const struct shared *sh, const struct p
     }
 }
 
-/* The warps take turns at finishing tasks, each when it has computed its part of the next one: by then all units are in.
- * n counts the block's tasks. */
-__device__ __noinline__ void finish_turn(struct shared *sh, const struct product &p, int n, int task, const float *sets,
-                                         const uint8_t *extras) {
-    int set = n % SUM_SETS;
-    if (n % N_WARP == (int)threadIdx.x >> 5) {
-        barrier_wait(shared_address(&sh->summed[set]), n / SUM_SETS & 1);
-        finish_task(sh, p, task, sets + set * sh->run.set_floats,
-                    (const struct extra *)(extras + n % AHEAD * sh->run.extra_bytes));
-        __syncwarp();
-        if ((threadIdx.x & 31) == 0) {
-            asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->finished[set])),
-                         "r"(n / SUM_SETS + 1)
-                         : "memory");
+/* The finishing warp, all products of the run: a task when its units are in, in order; after the last of a product it says
+ * that the block's part is written. */
+__device__ void finish_all(struct shared *sh, const float *sets, const uint8_t *extras) {
+    const struct run &r = sh->run;
+    unsigned last = *(volatile unsigned *)&r.edges->base + gridDim.x * r.n_op;
+    int n = 0, lane = threadIdx.x & 31;
+    for (int i = 0; i < r.n_op; i++) {
+        if (r.op[i].kind != PRODUCT) {
+            continue;
+        }
+        const struct product &p = r.op[i].product;
+        int all = all_units(p), left = tasks_of(p);
+        for (int task = blockIdx.x; left-- > 0; task += gridDim.x, n++) {
+            int set = n % SUM_SETS;
+            if (lane == 0) { /* for the arrivals that there are not */
+                barrier_arrive(shared_address(&sh->summed[set]), SUM_ARRIVALS - all - (left == 0 ? N_WARP : 0));
+            }
+            barrier_wait(shared_address(&sh->summed[set]), n / SUM_SETS & 1);
+            finish_task(sh, p, task, sets + set * r.set_floats,
+                        (const struct extra *)(extras + n % AHEAD * r.extra_bytes));
+            __syncwarp();
+            if (lane == 0) {
+                asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->finished[set])),
+                             "r"(n / SUM_SETS + 1)
+                             : "memory");
+                if (left == 0) {
+                    arrive(r, i + 1 == r.n_op, last);
+                }
+            }
         }
     }
 }
@@ -632,19 +670,14 @@ __device__ __noinline__ void plain_row(const struct product &p, const struct pla
     }
 }
 
+/* The units of a product are dealt to the warps in turn, from the first warp and the block's first task on. A warp walks over
+ * its own; it says of each that its sums are in, and at the end once more that it is done. */
 template <int FMT, int COLS>
-__device__ __forceinline__ struct walk multiply(const struct product &p, const uint8_t *ring, const uint16_t *xs,
-                                                float *sets, const uint8_t *extras, struct shared *sh, struct walk at) {
+__device__ __forceinline__ void multiply(const struct product &p, const struct unit_at *unit, const uint8_t *ring,
+                                         const uint16_t *xs, float *sets, struct shared *sh, struct walk at) {
     const struct run &r = sh->run;
     constexpr int KT = tile_k(FMT);
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, units = p.units,
-        all = p.epilogue == GATED ? 2 * units : units;
-    int n_row = r.n_row, k = p.k, n_slot = r.n_slot, by_slot = r.by_slot, stages = p.stages, dealt = p.dealt;
-    int n_task = p.n_task, part_tiles = tile_of(p, units), set_floats = r.set_floats;
-    const uint16_t *x = xs + (lane >> 2) * x_stride(p.k >> p.log_parts, FMT) + (lane & 3) * (KT / 4);
-    int task0 = at.task;
-    at.unit = 0; /* dealt from the first warp on in each product */
-    ring += lane * 16;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if (warp < 4) { /* the blocks with the fewest tasks are the last */
         for (int j = 0, row0 = 0; j < p.n_plain; row0 += p.plain[j++].n) {
             for (int i = gridDim.x - 1 - blockIdx.x; i < row0 + p.plain[j].n; i += gridDim.x) {
@@ -654,53 +687,59 @@ __device__ __forceinline__ struct walk multiply(const struct product &p, const u
             }
         }
     }
-    for (int task = blockIdx.x; task < n_task; task += gridDim.x) {
-        int set = at.task % SUM_SETS;
-        float *out = sets + set * set_floats;
-        if (at.task >= SUM_SETS) { /* whose sums were there */
-            wait_finished(sh, at.task - SUM_SETS);
+    int all = all_units(p), stages = all / p.units * p.stages, end = at.task + tasks_of(p), task0 = at.task;
+    int n_row = r.n_row, k = p.k, n_slot = r.n_slot, by_slot = r.by_slot, dealt = p.dealt, set_floats = r.set_floats;
+    int has_x = (lane >> 2) < n_row * COLS;
+    uint32_t x = shared_address(xs + (lane >> 2) * x_stride(p.k >> p.log_parts, FMT) + (lane & 3) * (KT / 4)),
+             codes = shared_address(ring) + lane * 16, scales = shared_address(ring) + lane * 2,
+             full = shared_address(sh->full);
+    x_tile<FMT> b[2] = {};
+    int u = warp, task = warp < dealt ? at.task : end, stage = at.stage;
+#pragma unroll 1
+    for (;; u += dealt) {
+        for (; u >= all; u -= all, task++) {
+            stage += stages;
         }
-        int u = warp < at.unit ? warp + dealt - at.unit : warp - at.unit;
-        for (u = warp < dealt ? u : all; u < all; u += dealt) {
-            int piece = u >= units;
-            uint32_t at_unit = sh->unit[u - piece * units];
-            int stage = at.stage + piece * stages + (int)(at_unit >> 24), turn = stage * by_slot >> 16,
-                slot = stage - turn * n_slot;
-            int first = at_unit & 0xfff, skip = at_unit >> 12 & 0xff, tiles = at_unit >> 20 & 15;
-            const uint8_t *codes = ring + slot * SLOT_BYTES + skip * TILE_BYTES,
-                          *scales = ring + slot * SLOT_BYTES + SCALES_AT - lane * 14 + skip * TILE_SCALE_BYTES;
-            struct piece_of q = {};
-            if (FMT == QL_FORMAT_FP8_BLOCK) {
-                q = find_piece_of(p, task, piece);
-            }
-            barrier_wait(shared_address(&sh->full[slot]), turn & 1);
-            compute<FMT, COLS>(q.t ? *q.t : p.target[0], q.part * part_tiles + first, tiles, codes, scales,
-                               x + first * KT, n_row, q.row_tile * TILE_ROWS, k, out + u * n_row * 16, lane);
-            __syncwarp();
-            if (lane == 0) {
-                barrier_arrive(shared_address(&sh->empty[slot]), 1);
-            }
+        if (task >= end) {
+            break;
         }
+        const struct unit_at w = unit[u];
+        int set = task % SUM_SETS, in = stage + w.stage, turn = in * by_slot >> 16, slot = in - turn * n_slot;
+        uint32_t slot_at = slot * SLOT_BYTES;
+        struct piece_of q = {};
+        if (FMT == QL_FORMAT_FP8_BLOCK) {
+            q = find_piece_of(p, (int)blockIdx.x + (task - task0) * (int)gridDim.x, u >= p.units);
+        }
+        if (task >= SUM_SETS) { /* whose sums were there */
+            wait_finished(sh, task - SUM_SETS);
+        }
+        barrier_wait(full + slot * 8, turn & 1);
+        compute<FMT, COLS>(q.t ? *q.t : p.target[0], q.row_tile * TILE_ROWS, q.part * tile_of(p, p.units) + w.first,
+                           w.tiles, codes + slot_at + w.codes, scales + slot_at + w.scales, x + w.x, has_x, b, n_row, k,
+                           sets + set * set_floats + u * n_row * 16, lane);
+        __syncwarp();
         if (lane == 0) {
+            barrier_arrive(full + (uint32_t)sizeof sh->full + slot * 8, 1);
             barrier_arrive(shared_address(&sh->summed[set]), 1);
         }
-        if (at.task > task0) {
-            finish_turn(sh, p, at.task - 1, task - gridDim.x, sets, extras);
+    }
+    if (end > task0) {
+        if (end > SUM_SETS) {
+            wait_finished(sh, end - 1 - SUM_SETS);
         }
-        at.stage += (all == units ? 1 : 2) * stages;
-        at.unit = (at.unit + all) % dealt;
-        at.task++;
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(shared_address(&sh->summed[(end - 1) % SUM_SETS]), 1);
+        }
     }
-    if (at.task > task0) {
-        finish_turn(sh, p, at.task - 1, blockIdx.x + (at.task - 1 - task0) * gridDim.x, sets, extras);
-    }
-    return at;
 }
 
 /* ---- recurrence -------------------------------------------------------------------------------------------------- */
 
-/* The rows of a segment and head. Sums in the order of gdn.cu's step_kernel and norm.cu's gated_norm. */
-__device__ __noinline__ void recur(const struct shared *sh, const struct recurrence &g, int task, float *room) {
+/* The rows of a segment and head, its state loaded ahead of the edge at `target` where there is one to wait for. Sums in the
+ * order of gdn.cu's step_kernel and norm.cu's gated_norm. */
+__device__ __noinline__ void recur(const struct shared *sh, const struct recurrence &g, int task, float *room,
+                                   bool edge, unsigned target) {
     const ql_gdn_args &a = g.a;
     int s = task / a.n_value_head, j = task - s * a.n_value_head;
     float *q = room, *k = q + D, *z = k + D, *part = z + D; /* part: [8][D] */
@@ -718,6 +757,9 @@ __device__ __noinline__ void recur(const struct shared *sh, const struct recurre
         st[3][i] = v.w;
     }
     float a_log = __ldg(a.a_log + j), dt_bias = __ldg(a.dt_bias + j);
+    if (edge) {
+        wait_edge(sh->run, target);
+    }
     for (int row = sh->seg_row[s]; row < sh->seg_row[s + 1]; row++) {
         const float *u = a.u + (int64_t)row * width, *v = u + (2 * a.n_key_head + j) * D + 4 * lane;
         const float *x = warp == 2 ? g.z + (row * a.n_value_head + j) * D : u + ((warp ? a.n_key_head : 0) + key) * D;
@@ -807,12 +849,11 @@ __device__ __noinline__ void recur(const struct shared *sh, const struct recurre
 
 /* ---- the kernel -------------------------------------------------------------------------------------------------- */
 
-template <int COLS>
-__device__ void compute_all(const struct run &r, struct shared *sh, uint8_t *ring, uint16_t *xs, float *sets,
-                            const uint8_t *extras) {
+template <int COLS> __device__ void compute_all(struct shared *sh, uint8_t *ring, uint16_t *xs, float *sets) {
+    const struct run &r = sh->run;
     unsigned base = *(volatile unsigned *)&r.edges->base, nb = gridDim.x, last = base + nb * r.n_op;
     const struct product *pending = NULL; /* whose residual waits in sh->pend */
-    struct walk at = {0, 0, 0};
+    struct walk at = {0, 0};
     auto write_residual = [&]() {
         if (pending) {
             int lo = (int)((int64_t)pending->k * blockIdx.x / gridDim.x),
@@ -822,44 +863,67 @@ __device__ void compute_all(const struct run &r, struct shared *sh, uint8_t *rin
                 pending->residual[row * pending->ldx + lo + i] = sh->pend[row][i];
             }
             pending = NULL;
-            sync_warps(); /* pend has been read */
         }
     };
     for (int i = 0; i < r.n_op; i++) {
-        if (i > 0) {
-            wait_edge(r, base + nb * i);
-        }
-        write_residual();
+        unsigned edge = base + nb * i;
+        bool arrived = false; /* the finishing warp does it */
         if (r.op[i].kind == PRODUCT) {
             const struct product &p = r.op[i].product;
-            if (threadIdx.x < p.units) {
-                sh->unit[threadIdx.x] = pack_unit(p, threadIdx.x);
+            struct unit_at *unit = sh->unit[i & 1];
+            for (int u = threadIdx.x; u < all_units(p); u += N_THREAD) {
+                unit[u] = locate_unit(p, u);
+            }
+            if (i > 0) {
+                wait_edge(r, edge);
             }
             if (p.norm) {
+                if (pending) {
+                    write_residual();
+                    sync_warps(); /* pend has been read */
+                }
                 norm_x<COLS>(p, xs, sh);
                 pending = p.delta ? &p : NULL;
             } else {
+                write_residual();
                 slices_x<COLS>(p, xs, sh);
             }
             switch (p.format) {
-            case QL_FORMAT_NVFP4: at = multiply<QL_FORMAT_NVFP4, COLS>(p, ring, xs, sets, extras, sh, at); break;
-            case QL_FORMAT_FP8_BLOCK:
-                at = multiply<QL_FORMAT_FP8_BLOCK, COLS>(p, ring, xs, sets, extras, sh, at);
-                break;
-            default: at = multiply<QL_FORMAT_FP8_CHANNEL, COLS>(p, ring, xs, sets, extras, sh, at); break;
+            case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS>(p, unit, ring, xs, sets, sh, at); break;
+            case QL_FORMAT_FP8_BLOCK: multiply<QL_FORMAT_FP8_BLOCK, COLS>(p, unit, ring, xs, sets, sh, at); break;
+            default: multiply<QL_FORMAT_FP8_CHANNEL, COLS>(p, unit, ring, xs, sets, sh, at); break;
             }
+            int tasks = tasks_of(p);
+            at.task += tasks;
+            at.stage += tasks * p.stages * (p.epilogue == GATED ? 2 : 1);
+            arrived = tasks > 0;
         } else if (r.op[i].kind == RECURRENCE) {
             const struct recurrence &g = r.op[i].gdn;
+            bool wait = i > 0;
             for (int task = blockIdx.x; task < r.n_seg * g.a.n_value_head; task += gridDim.x) {
-                recur(sh, g, task, (float *)xs);
+                recur(sh, g, task, (float *)xs, wait, edge);
+                wait = false;
             }
+            if (wait) {
+                wait_edge(r, edge);
+            }
+            write_residual();
         } else {
             const struct combine &c = r.op[i].combine;
+            if (i > 0) {
+                wait_edge(r, edge);
+            }
+            write_residual();
             for (int e = blockIdx.x * N_THREAD + threadIdx.x; e < c.n; e += gridDim.x * N_THREAD) {
                 c.to[e] = add_parts(c.from + e, c.parts, c.stride);
             }
         }
-        arrive(r, i + 1 == r.n_op, last);
+        if (!arrived) {
+            sync_warps();
+            if (threadIdx.x == 0) {
+                arrive(r, i + 1 == r.n_op, last);
+            }
+        }
     }
     if (pending) {
         wait_edge(r, last);
@@ -869,7 +933,7 @@ __device__ void compute_all(const struct run &r, struct shared *sh, uint8_t *rin
 #endif
 
 template <int COLS>
-__global__ void __launch_bounds__(N_THREAD + 32, 1) chain_kernel(const __grid_constant__ struct run args) {
+__global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_constant__ struct run args) {
 #if HAVE_WGMMA
     extern __shared__ __align__(128) uint8_t room[];
     uint8_t *ring = room, *x = ring + args.n_slot * SLOT_BYTES, *extras = x + args.x_bytes;
@@ -877,7 +941,7 @@ __global__ void __launch_bounds__(N_THREAD + 32, 1) chain_kernel(const __grid_co
     struct shared *sh = (struct shared *)(sets + SUM_SETS * args.set_floats);
     wait_previous();
     int words = (int)(offsetof(struct run, op) + args.n_op * sizeof(struct chain_op)) / 4;
-    for (int i = threadIdx.x; i < words; i += N_THREAD + 32) {
+    for (int i = threadIdx.x; i < words; i += N_THREAD + 64) {
         ((uint32_t *)&sh->run)[i] = ((const uint32_t *)&args)[i];
     }
     if (args.n_seg > 0 && threadIdx.x <= args.n_seg) {
@@ -894,18 +958,18 @@ __global__ void __launch_bounds__(N_THREAD + 32, 1) chain_kernel(const __grid_co
             barrier_init(shared_address(&sh->empty[i]), 8);
         }
         for (int i = 0; i < SUM_SETS; i++) {
-            barrier_init(shared_address(&sh->summed[i]), N_WARP);
+            barrier_init(shared_address(&sh->summed[i]), SUM_ARRIVALS);
             sh->finished[i] = 0;
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    if (threadIdx.x >= N_THREAD) {
-        if (threadIdx.x == N_THREAD) {
-            fetch(sh->run, sh, ring, extras);
-        }
-    } else {
-        compute_all<COLS>(sh->run, sh, ring, (uint16_t *)x, sets, extras);
+    if (threadIdx.x >= N_THREAD + 32) {
+        finish_all(sh, sets, extras);
+    } else if (threadIdx.x < N_THREAD) {
+        compute_all<COLS>(sh, ring, (uint16_t *)x, sets);
+    } else if (threadIdx.x == N_THREAD) {
+        fetch(sh->run, sh, ring, extras);
     }
 #else
     __trap(); /* never launched on anything but compute capability 9.0 */
@@ -918,7 +982,7 @@ ql_status ql_chain_launch_cuda(ql_dev *dev, const struct run *r, int cols, int b
     together.val.cooperative = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)blocks);
-    config.blockDim = dim3(N_THREAD + 32);
+    config.blockDim = dim3(N_THREAD + 64);
     config.dynamicSmemBytes = (size_t)(r->n_slot * SLOT_BYTES + chain_fixed_bytes(r, r->n_op));
     config.stream = cuda(dev)->stream;
     config.attrs = &together;

@@ -8,7 +8,7 @@
 #include <stddef.h>
 
 enum {
-    N_WARP = 12,
+    N_WARP = 14, /* that compute; with those that fetch and finish 16, of 128 registers a thread */
     N_THREAD = 32 * N_WARP,
     SCALES_AT = 8 * 5 * TILE_BYTES, /* in a slot: of 8 units of NVFP4; 4 of FP8 have none */
     SLOT_BYTES = SCALES_AT + 8 * 5 * TILE_SCALE_BYTES,
@@ -18,8 +18,9 @@ enum {
     SUM_SETS = 4,  /* tasks whose units wait for their sum */
     AHEAD = 8,     /* tasks whose finishing data has been fetched */
     MAX_OPS = 24,
-    MAX_UNITS = 64,      /* of a piece */
-    NORM_THREADS = 1024, /* of the norm kernel, whose order of sums this one keeps */
+    MAX_UNITS = 64,                            /* of a piece */
+    SUM_ARRIVALS = 2 * MAX_UNITS + N_WARP + 1, /* at a set: its units, the warps when they are done, and the rest */
+    NORM_THREADS = 1024,                       /* of the norm kernel, whose order of sums this one keeps */
     NORM_KEEP = 6,
     X_KEEP = 24,
     X_MOST = 72 * 1024, /* bytes of x in shared memory that are worth fewer parts */
@@ -116,6 +117,14 @@ struct extra {
     float tail[][3][TILE_ROWS]; /* of each segment */
 };
 
+/* Where a unit lies. */
+struct __align__(16) unit_at {
+    uint16_t codes, scales; /* bytes from the slot's begin */
+    uint32_t x;             /* bytes from the begin of x */
+    uint16_t stage, tiles;  /* stage: of the task */
+    uint32_t first;         /* column tile of its piece */
+};
+
 /* ---- shared memory ----------------------------------------------------------------------------------------------- */
 
 struct shared {
@@ -124,10 +133,10 @@ struct shared {
     float xscale[MAX_ROWS * MAX_SLICES];
     float norm_scale[MAX_ROWS];
     float pend[MAX_ROWS][PEND];
-    float plain[4];            /* of each warp */
-    uint64_t summed[SUM_SETS]; /* a task's units are in their set: as many arrivals as computing warps */
-    int finished[SUM_SETS];    /* tasks that have left the set */
-    uint32_t unit[MAX_UNITS];  /* of the op: see pack_unit */
+    float plain[4];                        /* of each warp */
+    uint64_t summed[SUM_SETS];             /* a task's units are in their set */
+    int finished[SUM_SETS];                /* tasks that have left the set */
+    struct unit_at unit[2][2 * MAX_UNITS]; /* of this op and the next: of a task, over its pieces */
     int seg_row[MAX_ROWS + 1], seg_pos[MAX_ROWS], seg_slot[MAX_ROWS];
     struct run run; /* as much of it as there are ops */
 };
