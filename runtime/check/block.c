@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const double limit = 1e-3, least_magnitude = 1e-3, most_nothing = 0.1;
+static const double least_magnitude = 1e-3, most_nothing = 0.1;
 
 /* ---- rows ------------------------------------------------------------------------------------------------------------ */
 
@@ -243,10 +243,6 @@ static double error_of(const ql_check_error *e, ql_precision precision) {
     return precision == QL_PREC_EXACT ? e->worst : e->overall;
 }
 
-static bool is_right(const ql_check_error *e, ql_precision precision) {
-    return e->compared > 0 && error_of(e, precision) <= limit && e->magnitude >= least_magnitude &&
-           e->nothing <= most_nothing;
-}
 
 /* ---- cases ----------------------------------------------------------------------------------------------------------- */
 
@@ -321,11 +317,22 @@ static ql_status compare(const expected *x, ql_check_error *out, ql_error *err) 
     return QL_OK;
 }
 
+/* Relative L2. Attention in bf16 rounds q and the weights to f16, hosts do not; 2e-4 there sends a twentieth of the mixer's
+ * outputs to the other neighbour when they are rounded to BF16 for the projection that follows. */
+static double limit_of(const expected *x) {
+    return x->block->part == QL_BLOCK_ATTENTION && x->precision != QL_PREC_EXACT ? 3e-3 : 1e-3;
+}
+
+static bool is_right(const expected *x, const ql_check_error *e) {
+    return e->compared > 0 && error_of(e, x->precision) <= limit_of(x) && e->magnitude >= least_magnitude &&
+           e->nothing <= most_nothing;
+}
+
 static void end_case(const expected *x, ql_status status, const ql_error *err, const ql_check_error *e,
                      bool must_fail) {
     char note[640] = "";
-    double error = error_of(e, x->precision);
-    bool right = status == QL_OK && is_right(e, x->precision);
+    double error = error_of(e, x->precision), limit = limit_of(x);
+    bool right = status == QL_OK && is_right(x, e);
     if (status != QL_OK) {
         snprintf(note, sizeof note, "%s", err->text);
     } else if (must_fail && right) {
