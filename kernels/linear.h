@@ -17,7 +17,13 @@
  *
  * Precision of x: EXACT as it is; BF16 each element rounded once (nearest even); FP8, for the FP8 formats, each row and
  * slice scaled by s = max(amax, 2^-126) / 448, x / s rounded to E4M3, the slice's sum multiplied by s before its other
- * scale; for other formats as BF16.
+ * scale; for other formats as BF16. Q8, for NVFP4: INT8 in blocks of 32 (kernels/q8.h), see below; for the FP8 formats each
+ * row and slice times the power of two that brings its largest finite element into [2^14, 2^15), rounded to F16, the slice's
+ * sum divided by that power before its other scale; for plain formats as EXACT.
+ *
+ * Q8 times NVFP4: whole-number products of codes (weights in halves) are summed exactly for each group of 16; the sum times
+ * its group scale is exact in f32. A block's two are added, multiplied by the block's scale and added to the slice's sum, in
+ * rising order on the host.
  *
  * Shapes: x f32 [T][ldx], y f32 [T][ldy], strides in elements. x and y do not overlap. NaN in x stays in its own row.
  * Each row of y depends on its row of x alone.
@@ -27,6 +33,8 @@
 #define QL_KERNELS_LINEAR_H
 
 #include "kernels/batch.h"
+
+#include <stdbool.h>
 
 /* Where bytes lie in a file, for devices that read them from there; fd 0: they are memory alone. */
 typedef struct ql_file_place {
@@ -48,6 +56,7 @@ typedef struct ql_weight_src {
     ql_dtype scale_dtype;   /* F32, F16 or BF16; F8_E4M3 for NVFP4 */
     float factor;           /* FP8_TENSOR, NVFP4: finite and > 0; else 1 */
     ql_file_place data_file, scale_file;
+    bool records; /* NVFP4: for products of precision Q8 and no other, which a device may keep another way */
 } ql_weight_src;
 
 /* A resident slice. FP8_BLOCK with several ranges needs every range to begin and end on a block (or at the matrix's last
@@ -58,6 +67,7 @@ typedef struct ql_weight {
     ql_qformat format;
     int32_t n, k;
     int32_t row_off, col_off; /* FP8_BLOCK: where in its 128-block the first row and column lie */
+    bool records; /* NVFP4: what data holds are records of q8.h, scales among them; scale is NULL. Never on the host */
     float factor;
     void *data;  /* codes in the device's layout; plain formats row-major, as in the file */
     void *scale; /* FP8_CHANNEL f32 [n]; FP8_BLOCK f32 [row blocks][col blocks]; NVFP4 E4M3 [n][k/16] */
@@ -72,7 +82,7 @@ typedef struct ql_linear_args {
     int64_t ldx, ldy;
     int32_t n_row, n_slice;
     ql_phase phase;
-    ql_precision precision; /* EXACT, BF16 or FP8 */
+    ql_precision precision; /* not AUTO; Q8 if and only if an NVFP4 weight was loaded for it, where the device cares */
 } ql_linear_args;
 
 #endif

@@ -1,6 +1,7 @@
 /* Twin of linear (linear.h): plain loops, one weight row decoded at a time. */
 #include "kernels/host/acc16.h"
 #include "kernels/host/linear_common.h"
+#include "kernels/q8.h"
 
 #include "runtime/base/mem.h"
 #include "runtime/base/num.h"
@@ -47,7 +48,7 @@ ql_status ql_linear_host_begin(ql_dev *dev, const ql_linear_args *a, ql_linear_h
     const ql_weight *w = a->w;
     int32_t n_slice = a->n_slice;
     if ((n_slice != 1 && n_slice != 2 && n_slice != 4 && n_slice != 8) || w->k % n_slice || a->ldx < w->k ||
-        a->ldy < w->n || a->n_row < 0 || a->precision < QL_PREC_EXACT || a->precision > QL_PREC_FP8) {
+        a->ldy < w->n || a->n_row < 0 || a->precision < QL_PREC_EXACT || a->precision > QL_PREC_Q8) {
         return ql_fail(dev->err, QL_ERR_INTERNAL,
                        "linear: %d rows, weight %d x %d, %d slices, ldx %lld, ldy %lld, precision %d", a->n_row, w->n,
                        w->k, n_slice, (long long)a->ldx, (long long)a->ldy, (int)a->precision);
@@ -85,10 +86,24 @@ static float round_fp8(const float *x, float *out, int32_t n) {
     return scale;
 }
 
+/* One slice in F16's 11 bits and range, its largest finite element brought to [2^14, 2^15) for the rounding. */
+static void round_f16(const float *x, float *out, int32_t n) {
+    float most = 0;
+    for (int32_t i = 0; i < n; i++) {
+        most = fabsf(x[i]) > most && fabsf(x[i]) < INFINITY ? fabsf(x[i]) : most;
+    }
+    int32_t e = most > 0 ? 14 - ((int32_t)(ql_bits_of_f32(most) >> 23) - 127) : 0;
+    e = e < 126 ? e : 126;
+    float up = ldexpf(1, e), back = ldexpf(1, -e);
+    for (int32_t i = 0; i < n; i++) {
+        out[i] = ql_f32_of_f16(ql_f16_of_f32(x[i] * up)) * back;
+    }
+}
+
 const float *ql_linear_host_x(const ql_linear_host_plan *plan, int32_t t0, int32_t n_row, int64_t *ld) {
     const ql_linear_args *a = plan->a;
     const float *x = a->x + (int64_t)t0 * a->ldx;
-    if (a->precision == QL_PREC_EXACT) {
+    if (a->precision == QL_PREC_EXACT || (a->precision == QL_PREC_Q8 && !plan->is_fp8)) {
         *ld = a->ldx;
         return x;
     }
@@ -99,6 +114,10 @@ const float *ql_linear_host_x(const ql_linear_host_plan *plan, int32_t t0, int32
         if (a->precision == QL_PREC_FP8 && plan->is_fp8) {
             for (int32_t s = 0; s < a->n_slice; s++) {
                 plan->x_scale[t * QL_LINEAR_SLICES + s] = round_fp8(from + s * plan->ks, to + s * plan->ks, plan->ks);
+            }
+        } else if (a->precision == QL_PREC_Q8) {
+            for (int32_t s = 0; s < a->n_slice; s++) {
+                round_f16(from + s * plan->ks, to + s * plan->ks, plan->ks);
             }
         } else {
             round_bf16(from, to, k);
@@ -165,12 +184,92 @@ static float block_slice_sum(const ql_weight *weight, int32_t r, int32_t col0, c
     return ql_acc16_sum(total);
 }
 
+/* ---- Q8 times NVFP4 ---------------------------------------------------------------------------------------------- */
+
+/* A row of x or W as whole numbers, weights in halves, and their scales: of x one a block, slice by slice. */
+typedef struct q8_row {
+    const int8_t *code;
+    const float *scale;
+} q8_row;
+
+/* Columns [col0, col0 + n) of a slice; x: its first code and its first block. */
+static float q8_slice_sum(q8_row x, q8_row w, int32_t col0, int32_t n) {
+    float sum = 0;
+    for (int32_t c = 0, block = 0; c < n; block++) {
+        int32_t end = c + QL_Q8_BLOCK < n ? c + QL_Q8_BLOCK : n;
+        float both = 0;
+        while (c < end) { /* the groups are the matrix's: a slice may begin inside one */
+            int32_t group = (col0 + c) / QL_NVFP4_GROUP, left = (group + 1) * QL_NVFP4_GROUP - (col0 + c),
+                    stop = c + left < end ? c + left : end, dot = 0;
+            for (; c < stop; c++) {
+                dot += x.code[c] * w.code[col0 + c];
+            }
+            both += (float)dot * w.scale[group];
+        }
+        sum += both * x.scale[block];
+    }
+    return 0.5f * sum;
+}
+
+static ql_status q8_product(ql_dev *dev, const ql_linear_args *a, const ql_linear_host_plan *plan) {
+    static const int8_t halves[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const ql_weight *w = a->w;
+    int32_t k = w->k, blocks = ql_q8_blocks(plan->ks), rows = QL_LINEAR_X_ROWS;
+    /* of the room for x as f32: codes take a quarter, scales a half at most, slices being no shorter than two channels */
+    float *x_scale = plan->x;
+    int8_t *x_code = (int8_t *)(x_scale + (int64_t)rows * a->n_slice * blocks),
+           *w_code = (int8_t *)(plan->tile + k / 16);
+    float *w_scale = plan->tile;
+    if (plan->ks < 2) {
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "linear: slices of %d columns in precision q8", plan->ks);
+    }
+    for (int32_t t0 = 0; t0 < a->n_row; t0 += rows) {
+        int32_t n_row = a->n_row - t0 < rows ? a->n_row - t0 : rows;
+        for (int32_t t = 0; t < n_row; t++) {
+            for (int32_t s = 0; s < a->n_slice; s++) {
+                for (int32_t b = 0; b < blocks; b++) {
+                    int32_t c = b * QL_Q8_BLOCK, n = plan->ks - c < QL_Q8_BLOCK ? plan->ks - c : QL_Q8_BLOCK;
+                    c += s * plan->ks;
+                    x_scale[(t * a->n_slice + s) * blocks + b] =
+                        ql_q8_quantize(a->x + (t0 + t) * a->ldx + c, n, x_code + (int64_t)t * k + c);
+                }
+            }
+        }
+        for (int32_t r = 0; r < w->n; r++) {
+            const uint8_t *code = (const uint8_t *)w->data + (int64_t)r * (k / 2);
+            const uint8_t *scale = (const uint8_t *)w->scale + (int64_t)r * (k / QL_NVFP4_GROUP);
+            for (int32_t c = 0; c < k; c += 2) {
+                w_code[c] = halves[code[c / 2] & 15];
+                w_code[c + 1] = halves[code[c / 2] >> 4];
+            }
+            for (int32_t g = 0; g < k / QL_NVFP4_GROUP; g++) {
+                w_scale[g] = ql_e4m3_scale[scale[g]];
+            }
+            for (int32_t t = 0; t < n_row; t++) {
+                float part[QL_LINEAR_SLICES];
+                for (int32_t s = 0; s < a->n_slice; s++) {
+                    q8_row x = {x_code + (int64_t)t * k + s * plan->ks, x_scale + (t * a->n_slice + s) * blocks};
+                    float sum = q8_slice_sum(x, (q8_row){w_code, w_scale}, s * plan->ks, plan->ks);
+                    part[s] = ql_linear_scaled(plan, sum, t, r, s);
+                }
+                a->y[(t0 + t) * a->ldy + r] = ql_linear_tree(part, a->n_slice);
+            }
+        }
+    }
+    return QL_OK;
+}
+
+/* ---- any product --------------------------------------------------------------------------------------------------- */
+
 ql_status ql_linear_host(ql_dev *dev, const ql_linear_args *a) {
     ql_linear_host_plan plan;
     code_values values;
     QL_TRY(ql_linear_host_begin(dev, a, &plan));
-    fill_values(&values);
     const ql_weight *w = a->w;
+    if (a->precision == QL_PREC_Q8 && w->format == QL_FORMAT_NVFP4) {
+        return q8_product(dev, a, &plan);
+    }
+    fill_values(&values);
     for (int32_t t0 = 0; t0 < a->n_row; t0 += QL_LINEAR_X_ROWS) {
         int32_t n_row = a->n_row - t0 < QL_LINEAR_X_ROWS ? a->n_row - t0 : QL_LINEAR_X_ROWS;
         int64_t ld;

@@ -85,8 +85,18 @@ typedef enum ql_kv_type { QL_KV_F16 = 0, QL_KV_F32 = 1, QL_KV_BF16 = 2, QL_KV_FP
 /* Precision of the activation that meets a weight; weights are always exact.
  *   EXACT  enters as f32.   BF16  rounded once to BF16.
  *   FP8    dynamic E4M3, one scale per token and canonical slice, for matrices stored as FP8; all others as BF16.
- *   AUTO   EXACT on host lanes; on CUDA lanes BF16 for prompt rows and EXACT for generated rows. */
-typedef enum ql_precision { QL_PREC_AUTO = 0, QL_PREC_EXACT = 1, QL_PREC_BF16 = 2, QL_PREC_FP8 = 3 } ql_precision;
+ *   Q8     dynamic INT8, one scale per token and 32 channels, for matrices stored as NVFP4; for those stored as FP8 rounded
+ *          once to 11 bits; all others as EXACT. Of both phases or of neither, since a GPU keeps weights in another order for
+ *          it. CUDA lanes pick its kernels by the number of rows: bits are those of any lane count, not of any chunk.
+ *   AUTO   EXACT on host lanes; on CUDA lanes BF16 for prompt rows and EXACT for generated rows, Q8 where the GPU has
+ *          neither BF16 nor FP8 units (compute capability 7.5); Q8 for a phase whose other phase is Q8. */
+typedef enum ql_precision {
+    QL_PREC_AUTO = 0,
+    QL_PREC_EXACT = 1,
+    QL_PREC_BF16 = 2,
+    QL_PREC_FP8 = 3,
+    QL_PREC_Q8 = 4
+} ql_precision;
 
 typedef enum ql_log_level { QL_LOG_ERROR = 0, QL_LOG_WARN = 1, QL_LOG_INFO = 2, QL_LOG_DEBUG = 3 } ql_log_level;
 

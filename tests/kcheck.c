@@ -41,9 +41,10 @@ static const char *const host_levels[] = {"avx2", "avx512"};
 
 static bool is_cuda(const options *opt) { return strcmp(opt->device, "cuda") == 0; }
 
-static bool open_device(const options *opt, ql_dev *dev, const char *family, const char *variant, ql_error *err) {
+static bool open_device(const options *opt, ql_dev *dev, const char *family, const char *variant, const char *more,
+                        ql_error *err) {
     char kernels[64];
-    snprintf(kernels, sizeof kernels, "%s=%s", family, variant);
+    snprintf(kernels, sizeof kernels, "%s=%s%s%s", family, variant, more[0] ? "," : "", more);
     *err = (ql_error){0};
 #if QL_CUDA
     if (is_cuda(opt)) {
@@ -180,7 +181,8 @@ static bool run_case(const options *opt, report *rep, ql_dev *dev, const kc_fami
         if (!run.failed && kc_once(&run, 0, -1)) {
             compare_all(&run, full, "the first run");
         }
-        for (int32_t i = 0; i < 4 && i < c->rows && !run.failed; i++) {
+        bool alone = !(c->by_rows && is_cuda(opt));
+        for (int32_t i = 0; i < 4 && i < c->rows && alone && !run.failed; i++) {
             check_row(&run, i == 0 ? 0 : i == 1 ? c->rows - 1 : kc_below(&run, c->rows), full);
         }
         if (!run.failed && !c->must_fail && family->check) {
@@ -199,7 +201,7 @@ static bool run_case(const options *opt, report *rep, ql_dev *dev, const kc_fami
 }
 
 static bool wanted(const options *opt, const kc_case *c) {
-    if (c->is_long && !opt->is_long) {
+    if ((c->is_long && !opt->is_long) || (c->cuda_kernels[0] && !is_cuda(opt))) {
         return false;
     }
     bool hit = opt->n_filter == 0;
@@ -223,7 +225,7 @@ static bool run_on(const options *opt, report *rep, const kc_family *family, con
     ql_error err;
     char why[512];
     snprintf(rep->current, sizeof rep->current, "%s/%s", c->name, variant);
-    if (!open_device(opt, &dev, family->name, variant, &err)) {
+    if (!open_device(opt, &dev, family->name, variant, c->cuda_kernels, &err)) {
         printf("FAIL %s: %s\n", rep->current, err.text);
         rep->n_fail++;
         return false;
@@ -249,7 +251,7 @@ static void run_family(const options *opt, report *rep, const kc_family *family)
     ql_error err;
     const char *base = is_cuda(opt) ? "cuda" : "twin";
     for (size_t i = 0; i < sizeof host_levels / sizeof *host_levels && !is_cuda(opt); i++) {
-        if (variant_wanted(opt, host_levels[i]) && open_device(opt, &dev, family->name, host_levels[i], &err)) {
+        if (variant_wanted(opt, host_levels[i]) && open_device(opt, &dev, family->name, host_levels[i], "", &err)) {
             level[n_level++] = host_levels[i];
             dev.ops->close(&dev);
         }

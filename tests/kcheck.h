@@ -42,13 +42,15 @@ typedef struct kc_buf {
 } kc_buf;
 
 typedef struct kc_case {
-    char name[112];      /* "linear.nvfp4.exact.gen.t3.n64.k256.s2" */
-    bool is_long;        /* only with --long */
-    bool must_fail;      /* `make` breaks the input on purpose: the comparison with the oracle has to notice */
-    double bytes, flops; /* moved and computed by one call, from the contract; 0: not benched */
-    int32_t rows;        /* rows that must be independent: call(row, 1) gives that row's bits; 0: no such check */
-    ql_shape shape;      /* for scratch_bytes */
-    int32_t p[24];       /* the family's parameters */
+    char name[112];        /* "linear.nvfp4.exact.gen.t3.n64.k256.s2" */
+    bool is_long;          /* only with --long */
+    bool must_fail;        /* `make` breaks the input on purpose: the comparison with the oracle has to notice */
+    double bytes, flops;   /* moved and computed by one call, from the contract; 0: not benched */
+    int32_t rows;          /* rows that must be independent: call(row, 1) gives that row's bits; 0: no such check */
+    bool by_rows;          /* a CUDA device picks its kernel by the number of rows: no such check there */
+    char cuda_kernels[24]; /* kernel choices, "nvfp4=wide", of a case that is for CUDA devices alone; "": for all */
+    ql_shape shape;        /* for scratch_bytes */
+    int32_t p[24];         /* the family's parameters */
 } kc_case;
 
 typedef struct kc_family kc_family;

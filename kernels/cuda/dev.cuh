@@ -23,7 +23,7 @@ struct pending_copy {
 };
 
 struct cuda_dev {
-    int ordinal, n_sm, cc; /* cc: 90 for 9.0 */
+    int ordinal, n_sm, cc; /* cc: of the code that runs, 90 for 9.0; the GPU may be newer */
     cudaStream_t stream;
     uint8_t *pinned;                    /* STAGE_SLOTS of STAGE_BYTES, host to device */
     cudaEvent_t slot_free[STAGE_SLOTS]; /* recorded when a slot's copies were enqueued */

@@ -46,6 +46,17 @@ int32_t ql_cuda_count(char *why) {
     return 0;
 }
 
+static const int build_archs[] = {__CUDA_ARCH_LIST__}; /* 900 is 9.0 */
+
+/* The driver takes the latest code that the GPU can run. */
+static int32_t code_for(int32_t cc) {
+    int32_t best = 0;
+    for (int a : build_archs) {
+        best = a / 10 <= cc && a / 10 > best ? a / 10 : best;
+    }
+    return best;
+}
+
 ql_status ql_cuda_info(int32_t ordinal, ql_cuda_device *out, ql_error *err) {
     char why[96] = "";
     int32_t n = ql_cuda_count(why);
@@ -66,6 +77,7 @@ ql_status ql_cuda_info(int32_t ordinal, ql_cuda_device *out, ql_error *err) {
     out->total_bytes = p.totalGlobalMem;
     out->major = p.major;
     out->minor = p.minor;
+    out->code = code_for(10 * p.major + p.minor);
     out->n_sm = p.multiProcessorCount;
     out->pci_domain = p.pciDomainID;
     out->pci_bus = p.pciBusID;
@@ -618,10 +630,9 @@ static ql_status check_kernels(const char *text, bool *chain, ql_error *err) {
 __global__ void probe_kernel(void) {}
 
 void ql_cuda_build_archs(char *out, size_t cap) {
-    static const int archs[] = {__CUDA_ARCH_LIST__};
     size_t len = 0;
     out[0] = 0;
-    for (int a : archs) { /* 900 is 9.0 */
+    for (int a : build_archs) {
         int n = snprintf(out + len, cap - len, "%s%d.%d", len ? ", " : "", a / 100, a / 10 % 10);
         len += n > 0 && (size_t)n < cap - len ? (size_t)n : 0;
     }
@@ -683,7 +694,7 @@ ql_status ql_cuda_dev_open(ql_dev *dev, int32_t ordinal, const char *kernels, co
     d->ordinal = ordinal;
     d->no_chain = !chain;
     d->n_sm = info.n_sm;
-    d->cc = 10 * info.major + info.minor;
+    d->cc = info.code;
     snprintf(dev->device, sizeof dev->device, "cuda:%d %.48s", ordinal, info.name);
     ql_status status = open_device(dev, &info);
     if (status != QL_OK) {

@@ -281,7 +281,8 @@ ql_status LINEAR(ql_dev *dev, const ql_linear_args *a) {
     const ql_weight *w = a->w;
     ql_linear_host_plan plan;
     QL_TRY(ql_linear_host_begin(dev, a, &plan));
-    if (plan.ks % 16 || w->col_off % 16) {
+    bool q8 = a->precision == QL_PREC_Q8 && w->format == QL_FORMAT_NVFP4; /* whole numbers, which the twin adds well */
+    if (plan.ks % 16 || w->col_off % 16 || q8) {
         return ql_linear_host(dev, a);
     }
     for (int32_t t = 0; t < a->n_row; t += QL_LINEAR_X_ROWS) {

@@ -194,7 +194,8 @@ static ql_status look_at(const char *model, int32_t *slices, bool *bundled, ql_e
 
 void ql_check_precision(ql_check *c, const char *check) {
     static const kind kinds[] = {{"bf16", QL_PREC_BF16, 5e-5, 0.98, 0.01, 0.9},
-                                 {"fp8", QL_PREC_FP8, 5e-3, 0.95, 0.25, 0.5}};
+                                 {"fp8", QL_PREC_FP8, 5e-3, 0.95, 0.25, 0.5},
+                                 {"q8", QL_PREC_Q8, 6e-4, 0.95, 0.05, 0.7}};
     logits exact = {.mem = c->mem}; /* the same at any lane count */
     int32_t slices = 0;
     bool bundled = false;

@@ -414,7 +414,7 @@ static json_t *provenance(const bench *b) {
     if (file_crc("/proc/self/exe", &crc, &bytes)) {
         snprintf(binary, sizeof binary, "%08x", crc);
     }
-    static const char *const precisions[] = {"", "exact", "bf16", "fp8"};
+    static const char *const precisions[] = {"", "exact", "bf16", "fp8", "q8"};
     ql_precision prompt = b->opt.prompt_precision ? b->opt.prompt_precision : b->cuda ? QL_PREC_BF16 : QL_PREC_EXACT;
     ql_precision gen = b->opt.gen_precision ? b->opt.gen_precision : QL_PREC_EXACT;
     return json_pack("{s:s, s:o, s:I, s:s, s:s, s:o, s:s, s:I, s:i, s:s, s:s, s:s, s:s, s:s}", "version", ql_version(),

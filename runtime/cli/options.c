@@ -44,9 +44,9 @@ enum {
     JSON_CMDS = SPEED_CMDS | QL_CMD_PLAN | QL_CMD_INSPECT,
 };
 
-static const char *const device_names[] = {"host", "cuda", NULL};            /* ql_device_kind less one: no auto */
-static const char *const kv_names[] = {"f16", "f32", "bf16", "fp8", NULL};   /* ql_kv_type */
-static const char *const precision_names[] = {"exact", "bf16", "fp8", NULL}; /* ql_precision less one: no auto */
+static const char *const device_names[] = {"host", "cuda", NULL};          /* ql_device_kind less one: no auto */
+static const char *const kv_names[] = {"f16", "f32", "bf16", "fp8", NULL}; /* ql_kv_type */
+static const char *const precision_names[] = {"exact", "bf16", "fp8", "q8", NULL}; /* ql_precision less one: no auto */
 static const char *const order_names[] = {"tree", "fast", NULL};
 
 #define AT(field) offsetof(ql_cli_args, field)
@@ -102,7 +102,7 @@ static const option table[] = {
     {"--mem", OPT_BYTES, "BYTES", 1, (double)INT64_MAX, false, "what the device has",
      "memory that one lane may use; K, M, G, T multiply by 1024", SHAPE_CMDS, AT(mem), NULL},
     {"--precision", OPT_PRECISION, "P", 0, 0, false, "exact on host lanes; on CUDA prompt=bf16,gen=exact",
-     "of activations: exact, bf16 or fp8, or prompt=P,gen=P", SPEED_CMDS, AT(prompt_precision), NULL},
+     "of activations: exact, bf16, fp8 or q8, or prompt=P,gen=P", SPEED_CMDS, AT(prompt_precision), NULL},
     {"--kv", OPT_CHOICE, "TYPE", 0, 0, false, "f16", "storage of keys and values", SHAPE_CMDS, AT(kv), kv_names},
     {"--order", OPT_CHOICE, "ORDER", 0, 0, false, "tree", "order of sums across lanes", QL_CMD_RUN, AT(order),
      order_names},
@@ -177,7 +177,7 @@ static void describe(const option *o, char *out, size_t cap) {
         snprintf(out, cap, "%s", names);
         return;
     case OPT_INTS: snprintf(out, cap, "integers such as %s", o->arg); return;
-    case OPT_PRECISION: snprintf(out, cap, "exact, bf16 or fp8, or prompt=P,gen=P"); return;
+    case OPT_PRECISION: snprintf(out, cap, "exact, bf16, fp8 or q8, or prompt=P,gen=P"); return;
     case OPT_SPEC: snprintf(out, cap, "mtp or mtp:K with K from %.0f to %.0f", o->min, o->max); return;
     }
 }

@@ -43,6 +43,7 @@ static ql_status choose_cuda(ql_devices *d, const ql_options *o, const ql_config
                 d->ordinal[0], first.name, d->ordinal[i], other.name);
         }
     }
+    d->cc = first.code;
     return QL_OK;
 }
 #endif

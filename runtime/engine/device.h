@@ -9,6 +9,7 @@ typedef struct ql_devices {
     ql_device_kind kind; /* HOST or CUDA */
     int32_t n_lane;
     int32_t ordinal[QL_MAX_SLICES]; /* CUDA */
+    int32_t cc;                     /* CUDA: compute capability of the code that runs there, 75 for 7.5; 0: not known */
     const ql_ops *ops;              /* the kind's table, for plans */
     ql_comm_group *comm;
 } ql_devices;

@@ -101,7 +101,7 @@ static ql_status plan(ql_engine *e, ql_error *err) {
             "largest context that fits is %d",
             mib(need), o->max_seqs, wanted, mib(mem), beside, mib(need - mem), fits);
     }
-    e->limits = ql_limits_of(o, e->devices.kind, e->ctx);
+    e->limits = ql_limits_of(o, &e->devices, e->ctx);
     return QL_OK;
 }
 

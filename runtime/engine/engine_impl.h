@@ -22,7 +22,7 @@ enum { QL_MAX_LANES = QL_MAX_SLICES, QL_MAX_SEQS = 256, QL_MAX_STOP = 16 };
 ql_status ql_options_check(const ql_options *options, const ql_config *config, bool has_mtp, ql_error *err);
 
 /* Limits of a context length under these options. */
-ql_model_limits ql_limits_of(const ql_options *options, ql_device_kind kind, int32_t ctx);
+ql_model_limits ql_limits_of(const ql_options *options, const ql_devices *devices, int32_t ctx);
 
 /* The longest vector that lanes add: a chunk's rows of the residual stream. */
 size_t ql_plan_reduce_bytes(const ql_checkpoint *ckpt, const ql_options *options);

@@ -30,8 +30,14 @@ ql_status ql_options_check(const ql_options *o, const ql_config *config, bool ha
     }
     QL_TRY(check_range("device", (int32_t)o->device, QL_DEVICE_AUTO, QL_DEVICE_CUDA, err));
     QL_TRY(check_range("kv", (int32_t)o->kv, QL_KV_F16, QL_KV_FP8, err));
-    QL_TRY(check_range("prompt_precision", (int32_t)o->prompt_precision, QL_PREC_AUTO, QL_PREC_FP8, err));
-    QL_TRY(check_range("gen_precision", (int32_t)o->gen_precision, QL_PREC_AUTO, QL_PREC_FP8, err));
+    QL_TRY(check_range("prompt_precision", (int32_t)o->prompt_precision, QL_PREC_AUTO, QL_PREC_Q8, err));
+    QL_TRY(check_range("gen_precision", (int32_t)o->gen_precision, QL_PREC_AUTO, QL_PREC_Q8, err));
+    const ql_precision p = o->prompt_precision, g = o->gen_precision;
+    if ((p == QL_PREC_Q8 || g == QL_PREC_Q8) && p != g && p != QL_PREC_AUTO && g != QL_PREC_AUTO) {
+        return ql_fail(
+            err, QL_ERR_USAGE,
+            "precision q8 is that of one phase alone; accepted is q8 for both, because weights are kept for it");
+    }
     QL_TRY(check_range("wait_ms", o->wait_ms, 1, 86400000, err));
     QL_TRY(check_range("init_ms", o->init_ms, 1, 86400000, err));
     if (o->mtp && !has_mtp) {
@@ -40,32 +46,47 @@ ql_status ql_options_check(const ql_options *o, const ql_config *config, bool ha
     return QL_OK;
 }
 
-static ql_precision precision_or(ql_precision chosen, ql_precision otherwise) {
-    return chosen == QL_PREC_AUTO ? otherwise : chosen;
+/* What AUTO stands for (qlane.h). */
+static void settle_precisions(const ql_options *o, const ql_devices *d, ql_precision *prompt, ql_precision *gen) {
+    bool cuda = d->kind == QL_DEVICE_CUDA;
+    *prompt = o->prompt_precision;
+    *gen = o->gen_precision;
+    if (*prompt == QL_PREC_Q8 || *gen == QL_PREC_Q8 ||
+        (*prompt == QL_PREC_AUTO && *gen == QL_PREC_AUTO && cuda && d->cc == 75)) {
+        *prompt = *gen = QL_PREC_Q8;
+    }
+    if (*prompt == QL_PREC_AUTO) {
+        *prompt = cuda ? QL_PREC_BF16 : QL_PREC_EXACT;
+    }
+    if (*gen == QL_PREC_AUTO) {
+        *gen = QL_PREC_EXACT;
+    }
 }
 
-ql_model_limits ql_limits_of(const ql_options *o, ql_device_kind kind, int32_t ctx) {
-    return (ql_model_limits){
-        .max_row = o->chunk > o->max_seqs ? o->chunk : o->max_seqs,
+static int32_t max_row(const ql_options *o) { return o->chunk > o->max_seqs ? o->chunk : o->max_seqs; }
+
+ql_model_limits ql_limits_of(const ql_options *o, const ql_devices *d, int32_t ctx) {
+    ql_model_limits limits = {
+        .max_row = max_row(o),
         .max_seq = o->max_seqs,
         .max_ctx = ctx,
         .n_page = o->max_seqs * ql_pages_of(ctx),
         .kv = o->kv,
         .mtp = o->mtp != 0,
         .verify = o->verify != 0,
-        .prompt_precision = precision_or(o->prompt_precision, kind == QL_DEVICE_CUDA ? QL_PREC_BF16 : QL_PREC_EXACT),
-        .gen_precision = precision_or(o->gen_precision, QL_PREC_EXACT),
     };
+    settle_precisions(o, d, &limits.prompt_precision, &limits.gen_precision);
+    return limits;
 }
 
 size_t ql_plan_reduce_bytes(const ql_checkpoint *ckpt, const ql_options *o) {
-    return (size_t)ql_limits_of(o, QL_DEVICE_HOST, QL_PAGE).max_row * (size_t)ckpt->config.hidden * sizeof(float);
+    return (size_t)max_row(o) * (size_t)ckpt->config.hidden * sizeof(float);
 }
 
 static uint64_t total_of(const ql_model_bytes *b) { return b->weight + b->scale + b->kv + b->state + b->workspace; }
 
 uint64_t ql_plan_largest_lane(const ql_checkpoint *ckpt, const ql_options *o, const ql_devices *d, int32_t ctx) {
-    ql_model_limits limits = ql_limits_of(o, d->kind, ctx);
+    ql_model_limits limits = ql_limits_of(o, d, ctx);
     uint64_t largest = 0;
     for (int32_t i = 0; i < d->n_lane; i++) {
         ql_shard shard;
@@ -119,7 +140,7 @@ ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_
     plan->max_ctx_that_fits = o->mem_bytes ? ql_plan_max_ctx(ckpt, o, &devices, o->mem_bytes) : ckpt->config.max_ctx;
     uint64_t context = ql_devices_context_bytes(&devices);
     plan->ctx = o->ctx ? o->ctx : plan->max_ctx_that_fits ? plan->max_ctx_that_fits : QL_PAGE;
-    ql_model_limits limits = ql_limits_of(o, devices.kind, plan->ctx);
+    ql_model_limits limits = ql_limits_of(o, &devices, plan->ctx);
     plan->state_bytes_per_seq = ql_model_slot_bytes(ckpt, &shard);
     plan->kv_bytes_per_token = ql_model_page_bytes(ckpt, &shard, &limits) / QL_PAGE;
     for (int32_t i = 0; i < n_lane; i++) {

@@ -96,6 +96,7 @@ static ql_status load_linear(ql_model *m, const ql_linear *lin, ql_part part, ql
         .scale_dtype = lin->scale ? lin->scale->dtype : QL_DTYPE_F32,
         .data_file = place_of(m, lin->weight),
         .scale_file = place_of(m, lin->scale),
+        .records = lin->format == QL_FORMAT_NVFP4 && m->limits.gen_precision == QL_PREC_Q8,
     };
     if (cut.axis == 0) {
         src.n_range = cut.n_range;

@@ -59,7 +59,7 @@ typedef struct shape {
     int32_t full_n, full_k, slices, col0, k, n_range, row[6];
 } shape;
 
-static const char *const precision_name[] = {"auto", "exact", "bf16", "fp8"};
+static const char *const precision_name[] = {"auto", "exact", "bf16", "fp8", "q8"};
 static const char *const regime_name[N_REGIME] = {"normal", "codes", "small", "outlier", "zero", "nan"};
 static const char *const break_name[N_BREAKAGE] = {"",       "nibbles",  "factor",   "groupscale",
                                                    "column", "rowscale", "blockrow", "rounding"};
@@ -91,6 +91,7 @@ static kc_case *add(kc_list *l, const shape *s, int32_t format, int32_t precisio
     memcpy(c->p, p, sizeof p);
     c->must_fail = broken != SOUND;
     c->rows = t;
+    c->by_rows = precision == QL_PREC_Q8 && format == QL_FORMAT_NVFP4;
     c->shape.mlp = k;
     uint64_t weight_bytes, scale_bytes;
     ql_host_ops()->weight_bytes((ql_qformat)format, n, k, s->row[0] % 128, col0 % 128, &weight_bytes, &scale_bytes);
@@ -121,6 +122,15 @@ static void add_long(kc_list *l, const shape *s, int32_t format, int32_t precisi
     c->p[P_PAD_X] = c->p[P_PAD_Y] = 0;
 }
 
+/* A CUDA kernel of precision Q8, by name: whatever the number of rows. */
+static void add_q8(kc_list *l, const shape *s, const char *kernel, int32_t t, regime reg) {
+    kc_case *c = add(l, s, QL_FORMAT_NVFP4, QL_PREC_Q8, t, reg, SOUND);
+    size_t len = strlen(c->name);
+    snprintf(c->name + len, sizeof c->name - len, ".%s", kernel);
+    snprintf(c->cuda_kernels, sizeof c->cuda_kernels, "nvfp4=%s", kernel);
+    c->by_rows = false;
+}
+
 static void list(kc_list *l) {
     static const int32_t rows[] = {1, 2, 3, 16, 65};
     static const shape shapes[] = {
@@ -134,7 +144,7 @@ static void list(kc_list *l) {
         {"n9.k203.cut", 20, 211, 1, 3, 203, 1, {7, 16}},
     };
     for (int32_t f = 0; f < QL_FORMAT_COUNT; f++) {
-        for (int32_t p = QL_PREC_EXACT; p <= QL_PREC_FP8; p++) {
+        for (int32_t p = QL_PREC_EXACT; p <= QL_PREC_Q8; p++) {
             for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
                 for (size_t t = 0; t < sizeof rows / sizeof *rows; t++) {
                     add(l, &shapes[s], f, p, rows[t], NORMAL, SOUND);
@@ -169,6 +179,39 @@ static void list(kc_list *l) {
     add(l, &shapes[3], QL_FORMAT_FP8_CHANNEL, QL_PREC_EXACT, 3, NORMAL, ROW_SCALE);
     add(l, &shapes[5], QL_FORMAT_FP8_BLOCK, QL_PREC_EXACT, 3, NORMAL, BLOCK_ROW);
     add(l, &shapes[5], QL_FORMAT_FP8_CHANNEL, QL_PREC_FP8, 3, NORMAL, ROUNDING);
+    add(l, &shapes[5], QL_FORMAT_FP8_CHANNEL, QL_PREC_Q8, 3, NORMAL, ROUNDING);
+    add(l, &shapes[5], QL_FORMAT_NVFP4, QL_PREC_Q8, 3, NORMAL, ROUNDING);
+    add(l, &shapes[5], QL_FORMAT_NVFP4, QL_PREC_Q8, 3, NORMAL, COLUMN);
+    add(l, &shapes[3], QL_FORMAT_NVFP4, QL_PREC_Q8, 3, NORMAL, NIBBLES);
+    add(l, &shapes[3], QL_FORMAT_NVFP4, QL_PREC_Q8, 3, NORMAL, GROUP_SCALE);
+
+    /* Slices of whole groups, some of them odd: a block of 16; partial tiles of every kernel in both directions. */
+    static const shape q8_shapes[] = {
+        {"n67.k320", 67, 320, 1, 0, 320, 1, {0, 67}},
+        {"n10.k640.s8", 10, 640, 8, 0, 640, 1, {0, 10}},
+        {"n130.k1024.s8.cut", 200, 1200, 8, 48, 1024, 1, {50, 180}},
+        {"n127.k256", 127, 256, 1, 0, 256, 1, {0, 127}},
+    };
+    static const char *const q8_kernels[] = {"reference", "dp4a", "wmma", "wide"};
+    static const int32_t q8_rows[] = {1, 2, 5, 17, 64, 129, 300};
+    for (size_t s = 0; s < sizeof q8_shapes / sizeof *q8_shapes; s++) {
+        bool odd = q8_shapes[s].k / q8_shapes[s].slices % 32 != 0;
+        for (size_t i = 0; i < sizeof q8_kernels / sizeof *q8_kernels; i++) {
+            for (size_t t = 0; t < sizeof q8_rows / sizeof *q8_rows && !(odd && i == 3); t++) {
+                add_q8(l, &q8_shapes[s], q8_kernels[i], q8_rows[t], NORMAL);
+            }
+            for (int32_t r = CODES; r < N_REGIME && !(odd && i == 3); r++) {
+                add_q8(l, &q8_shapes[s], q8_kernels[i], 33, (regime)r);
+            }
+        }
+        add(l, &q8_shapes[s], QL_FORMAT_NVFP4, QL_PREC_Q8, 1, NORMAL, SOUND);
+        add(l, &q8_shapes[s], QL_FORMAT_NVFP4, QL_PREC_Q8, 129, NORMAL, SOUND);
+    }
+    add(l, &q8_shapes[3], QL_FORMAT_NVFP4, QL_PREC_Q8, 7, CODES, SOUND);
+    for (int32_t f = QL_FORMAT_FP8_CHANNEL; f <= QL_FORMAT_FP8_BLOCK; f++) {
+        add(l, &tiles, f, QL_PREC_Q8, 65, NORMAL, SOUND);
+        add(l, &tiles, f, QL_PREC_Q8, 65, OUTLIER, SOUND);
+    }
 
     for (int32_t f = QL_FORMAT_F16; f < QL_FORMAT_COUNT; f++) {
         for (size_t s = 0; s < sizeof model_shapes / sizeof *model_shapes; s++) {
@@ -352,6 +395,7 @@ static void make(kc_run *run) {
         .full_k = p[P_FULL_K],
         .scale_dtype = (ql_dtype)p[P_SCALE_DTYPE],
         .factor = 1,
+        .records = format == QL_FORMAT_NVFP4 && p[P_PRECISION] == QL_PREC_Q8 && p[P_BREAK] != ROUNDING,
     };
     memcpy(src.row0, p + P_ROW0, sizeof src.row0);
     memcpy(src.row1, p + P_ROW1, sizeof src.row1);
@@ -453,17 +497,66 @@ static double to_bf16(double v) {
     return ldexp(nearbyint(ldexp(v, 8 - e)), e - 8);
 }
 
+static double to_f16(double v) {
+    int e;
+    if (!isfinite(v) || v == 0) {
+        return v;
+    }
+    frexp(v, &e);
+    e = e < -13 ? -13 : e;
+    return ldexp(nearbyint(ldexp(v, 11 - e)), e - 11);
+}
+
+/* A slice in INT8: blocks of 32 channels. */
+static void oracle_int8(const float *x, int32_t n, double *out) {
+    for (int32_t b = 0; b < n; b += 32) {
+        int32_t end = b + 32 < n ? b + 32 : n;
+        bool sound = true;
+        float amax = 0;
+        for (int32_t c = b; c < end; c++) {
+            amax = fabsf(x[c]) > amax ? fabsf(x[c]) : amax;
+            sound = sound && isfinite(x[c]);
+        }
+        float d = amax / 127.0f > 1e-8f ? amax / 127.0f : 1e-8f;
+        for (int32_t c = b; c < end; c++) {
+            out[c] = sound ? nearbyint((double)(x[c] / d)) * (double)d : NAN;
+        }
+    }
+}
+
+/* A slice in 11 bits, scaled by a power of two for the rounding. */
+static void oracle_f16(const float *x, int32_t n, double *out) {
+    double most = 0;
+    int e;
+    for (int32_t c = 0; c < n; c++) {
+        most = isfinite(x[c]) ? fmax(most, fabs((double)x[c])) : most;
+    }
+    frexp(most, &e); /* most in [2^(e-1), 2^e) */
+    e = most > 0 ? 15 - e : 0;
+    for (int32_t c = 0; c < n; c++) {
+        out[c] = ldexp(to_f16(ldexp(x[c], e)), -e);
+    }
+}
+
 /* Row t of x as it meets the weight. */
 static void oracle_x(const int32_t *p, const float *x, double *out) {
     int32_t ks = p[P_K] / p[P_SLICES];
     for (int32_t s = 0; s < p[P_SLICES]; s++) {
+        if (p[P_PRECISION] == QL_PREC_Q8 && p[P_FORMAT] == QL_FORMAT_NVFP4) {
+            oracle_int8(x + s * ks, ks, out + s * ks);
+            continue;
+        }
+        if (p[P_PRECISION] == QL_PREC_Q8 && is_fp8(p[P_FORMAT])) {
+            oracle_f16(x + s * ks, ks, out + s * ks);
+            continue;
+        }
         float amax = 0x1p-126f, scale;
         for (int32_t c = s * ks; c < (s + 1) * ks; c++) {
             amax = fabsf(x[c]) > amax ? fabsf(x[c]) : amax;
         }
         scale = amax / 448.0f;
         for (int32_t c = s * ks; c < (s + 1) * ks; c++) {
-            if (p[P_PRECISION] == QL_PREC_EXACT) {
+            if (p[P_PRECISION] == QL_PREC_EXACT || p[P_PRECISION] == QL_PREC_Q8) {
                 out[c] = x[c];
             } else if (p[P_PRECISION] == QL_PREC_BF16 || !is_fp8(p[P_FORMAT])) {
                 out[c] = to_bf16(x[c]);
@@ -627,6 +720,24 @@ static void check_same(kc_run *run, const matrix *m, const ql_weight *w) {
     }
 }
 
+/* Against the oracle as a whole, where the bounds of single elements leave room for errors that all have one sign. */
+static void check_norm(kc_run *run) {
+    const int32_t *p = run->c->p;
+    const kc_buf *y = &run->buf[Y];
+    const float *got = y->got;
+    double want2 = 0, diff2 = 0;
+    for (int64_t i = 0; i < y->n; i++) {
+        if (i % y->row_len < p[P_N]) {
+            want2 += y->want[i] * y->want[i];
+            diff2 += ((double)got[i] - y->want[i]) * ((double)got[i] - y->want[i]);
+        }
+    }
+    if (p[P_REGIME] == NORMAL && !(want2 >= 1 && diff2 <= 1e-10 * want2)) {
+        kc_fail(run, "the result's norm is %.3g, its error %.3g of it; allowed are at least 1 and at most 1e-5",
+                sqrt(want2), sqrt(diff2 / want2));
+    }
+}
+
 static void check(kc_run *run) {
     const int32_t *p = run->c->p;
     const matrix *m = run->user;
@@ -657,6 +768,9 @@ static void check(kc_run *run) {
     }
     if (!kc_once(run, 0, -1)) {
         return;
+    }
+    if (run->buf[Y].want && p[P_PRECISION] == QL_PREC_Q8 && p[P_FORMAT] == QL_FORMAT_NVFP4 && p[P_K] >= 256) {
+        check_norm(run);
     }
     for (int32_t n_lane = 2; n_lane <= p[P_SLICES]; n_lane *= 2) {
         if ((p[P_FORMAT] != QL_FORMAT_NVFP4 || p[P_K] / n_lane % 16 == 0) && !check_lanes(run, n_lane)) {

@@ -33,9 +33,11 @@ refuses "number: open end" 2 "--top-p wants a number above 0, at most 1, not '0'
 refuses "number: range" 2 "--presence wants a number from -2 to 2, not '2.5'" run -p x --presence 2.5
 refuses "choice" 2 "--kv wants f16, f32, bf16 or fp8, not 'f64'" run -p x --kv f64
 refuses "choice: device" 2 "--device wants host or cuda, not 'tpu'" run -p x --device tpu
-refuses "precision" 2 "--precision wants exact, bf16 or fp8, or prompt=P,gen=P, not 'fp16'" run -p x --precision fp16
+refuses "precision" 2 "--precision wants exact, bf16, fp8 or q8, or prompt=P,gen=P, not 'fp16'" run -p x --precision fp16
 refuses "precision of a phase" 2 "--precision wants *, not 'prompt=bf16,prompt=exact'" \
     run -p x --precision prompt=bf16,prompt=exact
+refuses "precision q8 of one phase" 2 "precision q8 is that of one phase alone; accepted is q8 for both*" \
+    run -p x --device host --precision prompt=q8,gen=exact
 refuses "precision of an unknown phase" 2 "--precision wants *, not 'verify=bf16'" run -p x --precision verify=bf16
 refuses "chunk of 100" 2 "--chunk wants a multiple of 64, not '100'" run -p x --chunk 100
 refuses "chunk of 0" 2 "--chunk wants an integer from 64 to 1048576, not '0'" run -p x --chunk 0

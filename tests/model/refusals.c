@@ -158,7 +158,7 @@ static void bad_options(void **state) {
         {"init_ms", offsetof(ql_options, init_ms), -5, "-5"},
         {"kv", offsetof(ql_options, kv), 9, "9"},
         {"precision", offsetof(ql_options, prompt_precision), 7, "7"},
-        {"precision", offsetof(ql_options, gen_precision), 4, "4"},
+        {"precision", offsetof(ql_options, gen_precision), 5, "5"},
         {"device", offsetof(ql_options, device), 5, "5"},
     };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
