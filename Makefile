@@ -25,6 +25,7 @@ JOBS ?= 2#        test programs at a time
 FUZZ_S ?= 600#    seconds of each fuzz target
 CUDA ?= auto#     no builds host only; yes compiles the CUDA files even if the engine does not use them
 BENCH_TEXT ?=#    a tokenizer.json and a text file for make bench, in place of the bundled ones
+ONLY ?=#          parts of names of what make kbench times
 ARCH ?=#          GPU architectures, such as "90a"; all for a release
 B := $(strip $(B))
 
@@ -92,6 +93,10 @@ NCCL_VERSION := $(shell awk '/define NCCL_(MAJOR|MINOR|PATCH) /{v = v (v == "" ?
                   $(NCCL_HOME)/include/nccl.h)
 FOUND := CUDA $(CUDA_VERSION) for $(strip $(ARCH)), NCCL $(NCCL_VERSION)
 GENCODE := $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a))
+# A single architecture without features of its own: its intermediate code too, which the driver of a newer GPU compiles.
+ifeq ($(words $(ARCH)):$(filter %a,$(ARCH)),1:)
+GENCODE += -gencode arch=compute_$(strip $(ARCH)),code=compute_$(strip $(ARCH))
+endif
 # nvcc gives kernels and their launch stubs global names whatever their linkage; only ours stay global.
 KEEP_GLOBAL := ql_* _Z[0-9]ql_* _Z[0-9][0-9]ql_*
 NVFLAGS := -std=c++17 -O3 -lineinfo -I. -DQL_CUDA=1 $(GENCODE) -Xcompiler -fPIC,-fvisibility=hidden,-fno-exceptions
@@ -194,6 +199,8 @@ $(MODEL): $(B)/model/%: $(B)/obj/tests/model/%.o $(B)/libhelp.a $(B)/libqlane.a
 $(KCHECK): $(B)/%: $(B)/obj/tests/%.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(if $(filter memory,$(SAN)),-lz -lm -pthread,$(LIBS)))
 $(B)/gpu/gate: $(B)/obj/tests/gpu/gate_life.o
+$(B)/gpu/kbench: $(B)/obj/tests/gpu/kbench.o $(B)/libqlane.a
+	$(call link,$(LIBS))
 $(GPU): $(B)/gpu/%: $(B)/obj/tests/gpu/%.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(LIBS) -lcmocka -s -Wl$(comma)-rpath$(comma)'$$ORIGIN')
 $(REPLAY): $(B)/replay/%: $(B)/obj/tests/fuzz/%.o $(B)/obj/tests/fuzz/replay.o $(B)/libhelp.a $(B)/libqlane.a
@@ -269,6 +276,10 @@ fuzz: ## every fuzz target for FUZZ_S seconds, with clang
 	@$(MAKE) fuzz-run B=build-fuzz SAN=fuzz CUDA=no CC=clang
 fuzz-run: $(FUZZ)
 	@tools/fuzz.sh $(FUZZ_S) $(JOBS) $(B) $(FUZZ)
+
+.PHONY: kbench
+kbench: $(if $(HAVE_CUDA),$(B)/gpu/kbench,$(B)/kbench) ## kernels at the 27B's shapes; ONLY="q8 n17408" names parts of names
+	@$< $(ONLY)
 
 .PHONY: bench
 bench: all $(BENCH) ## speeds of kernels and of whole runs on this machine

@@ -53,6 +53,10 @@ void ql_cuda_graph_free(ql_dev *dev, void *graph);
 /* Enqueues a read of `bytes` bytes at p on a stream (a cudaStream_t) and nothing else: what speeds are compared with. */
 void ql_cuda_read(void *stream, int32_t n_sm, const void *p, size_t bytes);
 
+/* Enqueues integer matrix products on registers and nothing else, and returns how many multiplications and additions of
+ * INT8 they are: k columns an instruction, 16, or 32 from compute capability 8.0 on. `sink`: 16 bytes on the device. */
+double ql_cuda_int8(void *stream, int32_t n_sm, int32_t k, void *sink);
+
 /* "7.5, 9.0": the compute capabilities that this build has code for. */
 void ql_cuda_build_archs(char *out, size_t cap);
 

@@ -3,6 +3,7 @@
  *   small   quantized weights, generated rows: tensor cores (linear_small.cu)
  *   prompt  quantized weights, and 16-bit ones in BF16 precision, prompt rows: tensor cores (linear_prompt.cu)
  *   rows    plain weights otherwise: a warp reads four rows, f32 FMA
+ *   q8      NVFP4 weights in precision Q8: whole numbers (linear_q8.cu), which alone choose by the number of rows
  *   any     slices that are no multiple of what the others take: element by element
  *
  * The choice depends on format, phase, precision and the slice's length, which are the same at any lane count and for
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(32 * MAX_PARTS)
 template <int FMT> static ql_status run_rows(ql_dev *dev, const ql_linear_args *a) {
     const ql_weight *w = a->w;
     int chunks = (int)ceil_div(w->k / a->n_slice, 32 * plain<FMT>::E), parts = chunks >= 16 ? 4 : chunks >= 8 ? 2 : 1;
-    bool round = a->precision != QL_PREC_EXACT;
+    bool round = a->precision != QL_PREC_EXACT && a->precision != QL_PREC_Q8;
     unsigned gx = (unsigned)ceil_div(w->n, ROWS);
     if (a->n_row == 1) {
         return launch(dev, "linear", rows_kernel<FMT, 1>, dim3(gx, 1), 32 * parts, 0, (const uint8_t *)w->data, w->n,
@@ -280,13 +281,19 @@ __global__ void __launch_bounds__(256) any_kernel(struct any p, int precision) {
                 continue;
             }
             const float *xr = p.x + t * p.ldx + (int64_t)s * p.ks;
-            float scale = 1.0f, acc = 0.0f;
+            float scale = 1.0f, up = 1.0f, acc = 0.0f;
             if (precision == QL_PREC_FP8) {
                 float most = 0x1p-126f;
                 for (int i = lane; i < p.ks; i += 32) {
                     most = fmaxf(most, fabsf(xr[i]));
                 }
                 scale = warp_max(most) / 448.0f;
+            } else if (precision == QL_PREC_Q8) {
+                float most = 0.0f;
+                for (int i = lane; i < p.ks; i += 32) {
+                    most = larger_x(most, xr[i], X_F16);
+                }
+                up = x_factor(warp_max(most), X_F16, &scale);
             }
             for (int i = lane; i < p.ks; i += 32) {
                 float v = xr[i];
@@ -294,6 +301,8 @@ __global__ void __launch_bounds__(256) any_kernel(struct any p, int precision) {
                     v = f32_of_e4m3(e4m3_of_f32(v / scale));
                 } else if (precision == QL_PREC_BF16) {
                     v = round_bf16(v);
+                } else if (precision == QL_PREC_Q8) {
+                    v = __half2float(__float2half_rn(v * up));
                 }
                 acc = fmaf(weight_at(p, r, s * p.ks + i), v, acc);
             }
@@ -332,7 +341,7 @@ static bool has_tensor_path(const ql_dev *dev, const ql_linear_args *a, enum x_m
         return true;
     }
     *mode = w->format == QL_FORMAT_BF16 ? X_BF16 : X_BF16_AS_F16;
-    return a->phase == QL_PHASE_PROMPT && a->precision != QL_PREC_EXACT &&
+    return a->phase == QL_PHASE_PROMPT && a->precision != QL_PREC_EXACT && a->precision != QL_PREC_Q8 &&
            (w->format == QL_FORMAT_F16 || (w->format == QL_FORMAT_BF16 && cuda(dev)->cc >= 80));
 }
 
@@ -382,7 +391,8 @@ static ql_status check_args(ql_dev *dev, const ql_linear_args *a) {
     const ql_weight *w = a->w;
     int n_slice = a->n_slice;
     if ((n_slice != 1 && n_slice != 2 && n_slice != 4 && n_slice != 8) || w->k % n_slice || a->ldx < w->k ||
-        a->ldy < w->n || a->n_row < 0 || a->precision < QL_PREC_EXACT || a->precision > QL_PREC_FP8) {
+        a->ldy < w->n || a->n_row < 0 || a->precision < QL_PREC_EXACT || a->precision > QL_PREC_Q8 ||
+        w->records != is_q8(a)) {
         return ql_fail(dev->err, QL_ERR_INTERNAL,
                        "linear: %d rows, weight %d x %d, %d slices, ldx %lld, ldy %lld, precision %d", a->n_row, w->n,
                        w->k, n_slice, (long long)a->ldx, (long long)a->ldy, (int)a->precision);
@@ -418,7 +428,10 @@ static ql_status run_one(ql_dev *dev, const ql_linear_args *a) {
                     a->ldx,
                     a->ldy};
     unsigned gy = a->n_row < 65535 ? (unsigned)a->n_row : 65535;
-    ql_precision precision = a->precision == QL_PREC_FP8 && !is_fp8(w->format) ? QL_PREC_BF16 : a->precision;
+    ql_precision precision = a->precision;
+    if (!is_fp8(w->format)) {
+        precision = precision == QL_PREC_FP8 ? QL_PREC_BF16 : precision == QL_PREC_Q8 ? QL_PREC_EXACT : precision;
+    }
     return launch(dev, "linear", any_kernel, dim3((unsigned)ceil_div(w->n, 8), gy), 256, 0, p, (int)precision);
 }
 
@@ -429,7 +442,12 @@ ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n) 
     for (int32_t i = 0; i < n && a->n_row > 0;) {
         enum x_mode mode;
         int32_t m = 1;
-        if (has_tensor_path(dev, &a[i], &mode)) {
+        if (is_q8(&a[i])) {
+            while (m < MAX_TARGETS && i + m < n && is_q8(&a[i + m])) {
+                m++;
+            }
+            QL_TRY(ql_linear_q8_cuda(dev, &a[i], m));
+        } else if (has_tensor_path(dev, &a[i], &mode)) {
             while (m < MAX_TARGETS && i + m < n && same_family(a[i].w->format, a[i + m].w->format) &&
                    a[i].w->col_off == a[i + m].w->col_off) {
                 m++;

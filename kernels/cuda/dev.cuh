@@ -22,6 +22,10 @@ struct pending_copy {
     size_t bytes;
 };
 
+/* Kernels of linear_q8.cu, as --kernel nvfp4= names them. */
+enum q8_kernel { Q8_AUTO, Q8_DP4A, Q8_WMMA, Q8_WIDE, Q8_REFERENCE, Q8_KERNELS };
+extern const char *const ql_q8_kernel_names[Q8_KERNELS];
+
 struct cuda_dev {
     int ordinal, n_sm, cc; /* cc: of the code that runs, 90 for 9.0; the GPU may be newer */
     cudaStream_t stream;
@@ -39,6 +43,9 @@ struct cuda_dev {
     struct lap_clock *clock; /* device.cu; NULL: phases are not timed */
     unsigned *edges;         /* on the device, 2 words: where the blocks of a chain meet */
     bool capturing, no_chain;
+    enum q8_kernel q8_kernel; /* of NVFP4 weights in precision Q8 */
+    int wide_min_rows;        /* from how many rows on AUTO is WIDE */
+    bool no_shared_q8;        /* each product of one x makes the INT8 codes of x for itself */
     const char *last_op;
 };
 
@@ -86,6 +93,10 @@ static ql_status launch(ql_dev *dev, const char *op, void (*kernel)(P...), dim3 
     config.attrs = &early;
     config.numAttrs = cuda(dev)->cc >= 90;
     cuda(dev)->last_op = op;
+    if (cuda(dev)->cc == 75 && shared > 64 * 1024) { /* a newer GPU that runs this code would not say so */
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "%s: %zu bytes of shared memory; compute capability 7.5 has 65536",
+                       op, shared);
+    }
     if (shared > 48 * 1024) {
         CU_TRY(dev,
                cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared),

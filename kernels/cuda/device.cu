@@ -506,7 +506,7 @@ static void describe(const ql_dev *dev, ql_lane_info *info) {
     ql_nvml_describe(info);
 }
 
-/* ---- open and close ---------------------------------------------------------------------------------------------- */
+/* ---- close ------------------------------------------------------------------------------------------------------- */
 
 static void cuda_close(ql_dev *dev) {
     struct cuda_dev *d = cuda(dev);
@@ -600,32 +600,86 @@ static ql_status profile(ql_dev *dev) {
     return QL_OK;
 }
 
-/* "family=cuda,...": the only variant so far, but for chain, which has off. */
-static ql_status check_kernels(const char *text, bool *chain, ql_error *err) {
-    static const char *const families[] = {"embed", "linear", "norm", "gdn", "attention", "mlp", "sample", "chain"};
-    *chain = true;
+/* ---- choices by name ---------------------------------------------------------------------------------------------- */
+
+const char *const ql_q8_kernel_names[Q8_KERNELS] = {"auto", "dp4a", "wmma", "wide", "reference"};
+
+static bool is_text(const char *p, size_t len, const char *text) {
+    return strlen(text) == len && memcmp(p, text, len) == 0;
+}
+
+/* Digits alone, 1 to 1,000,000. */
+static bool row_count(const char *p, size_t len, int *out) {
+    int v = 0;
+    for (size_t i = 0; i < len; i++) {
+        if (p[i] < '0' || p[i] > '9' || i > 6) {
+            return false;
+        }
+        v = 10 * v + (p[i] - '0');
+    }
+    *out = v;
+    return v >= 1 && v <= 1000000;
+}
+
+/* Takes one choice; *have: what its family has. False where the name is none of that. */
+static bool take_choice(struct cuda_dev *d, const char *family, const char *name, size_t len, const char **have) {
+    *have = "cuda";
+    if (strcmp(family, "nvfp4") == 0) {
+        *have = "auto, dp4a, wmma, wide, reference";
+        for (int i = 0; i < Q8_KERNELS; i++) {
+            if (is_text(name, len, ql_q8_kernel_names[i])) {
+                d->q8_kernel = (enum q8_kernel)i;
+                return true;
+            }
+        }
+        return false;
+    }
+    if (strcmp(family, "wide_min_rows") == 0) {
+        *have = "numbers of rows from 1 to 1000000";
+        return row_count(name, len, &d->wide_min_rows);
+    }
+    if (strcmp(family, "shared_q8") == 0) {
+        *have = "on, off";
+        d->no_shared_q8 = is_text(name, len, "off");
+        return d->no_shared_q8 || is_text(name, len, "on");
+    }
+    if (strcmp(family, "chain") == 0) {
+        *have = "cuda, off";
+        d->no_chain = is_text(name, len, "off");
+        return d->no_chain || is_text(name, len, "cuda");
+    }
+    return is_text(name, len, "cuda");
+}
+
+/* "family=name,...". Most families have one variant, cuda. */
+static ql_status take_kernels(struct cuda_dev *d, const char *text, ql_error *err) {
+    static const char *const families[] = {"embed",  "linear", "norm",  "gdn",           "attention", "mlp",
+                                           "sample", "chain",  "nvfp4", "wide_min_rows", "shared_q8"};
     for (const char *p = text; p && *p;) {
         size_t len = strcspn(p, ","), key = strcspn(p, "=,");
-        bool known = false;
+        const char *family = NULL, *have;
         for (const char *f : families) {
-            known = known || (strlen(f) == key && memcmp(f, p, key) == 0);
+            family = is_text(p, key, f) ? f : family;
         }
-        if (!known) {
+        if (!family) {
             return ql_fail(
                 err, QL_ERR_USAGE,
-                "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample, chain",
+                "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample, "
+                "chain, nvfp4, wide_min_rows, shared_q8",
                 (int)key, p);
         }
-        if (len == 9 && memcmp(p, "chain=off", 9) == 0) {
-            *chain = false;
-        } else if (len != key + 5 || memcmp(p + key, "=cuda", 5) != 0) {
-            return ql_fail(err, QL_ERR_USAGE, "no CUDA variant '%.*s' of kernel family '%.*s'; it has cuda",
-                           (int)(len > key ? len - key - 1 : 0), p + key + (len > key), (int)key, p);
+        const char *name = p + key + (len > key);
+        size_t name_len = (size_t)(p + len - name);
+        if (!take_choice(d, family, name, name_len, &have)) {
+            return ql_fail(err, QL_ERR_USAGE, "no CUDA variant '%.*s' of kernel family '%s'; it has %s", (int)name_len,
+                           name, family, have);
         }
         p += len + (p[len] == ',');
     }
     return QL_OK;
 }
+
+/* ---- open -------------------------------------------------------------------------------------------------------- */
 
 __global__ void probe_kernel(void) {}
 
@@ -684,15 +738,16 @@ static ql_status open_device(ql_dev *dev, const ql_cuda_device *info) {
 
 ql_status ql_cuda_dev_open(ql_dev *dev, int32_t ordinal, const char *kernels, const ql_allocator *mem, ql_error *err) {
     ql_cuda_device info;
-    bool chain;
-    QL_TRY(check_kernels(kernels, &chain, err));
+    struct cuda_dev choices = {};
+    choices.wide_min_rows = 128;
+    QL_TRY(take_kernels(&choices, kernels, err));
     QL_TRY(ql_cuda_info(ordinal, &info, err));
     void *impl;
     QL_TRY(ql_alloc(mem, 1, sizeof(struct cuda_dev), "a CUDA lane", &impl, err));
     ql_dev_init(dev, &table, mem, err, impl);
     struct cuda_dev *d = cuda(dev);
+    *d = choices;
     d->ordinal = ordinal;
-    d->no_chain = !chain;
     d->n_sm = info.n_sm;
     d->cc = info.code;
     snprintf(dev->device, sizeof dev->device, "cuda:%d %.48s", ordinal, info.name);

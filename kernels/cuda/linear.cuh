@@ -4,7 +4,7 @@
  * and x is scaled by a power of two for each row and canonical slice so that its largest element lies in [2^14, 2^15).
  * EXACT gives x two columns, f16(x) and f16(2^11 (x - f16(x))): 22 bits, at no memory traffic. BF16 gives it one: a bf16
  * number has 8 bits, so the f16 of the scaled one is exact down to 2^-28 of the slice's largest. FP8 likewise holds the
- * E4M3 value. A column of the instruction's result depends on its own column of x alone, so a row's bits do not depend
+ * E4M3 value. Q8 gives FP8 weights f16(x) and no more; what it does with NVFP4 weights is in q8.cuh. A column of the instruction's result depends on its own column of x alone, so a row's bits do not depend
  * on which rows share the call.
  */
 #ifndef QL_KERNELS_CUDA_LINEAR_CUH
@@ -17,7 +17,7 @@
 enum { MAX_SLICES = 8, TREE_LEVELS = 3 };
 
 /* How x is prepared. */
-enum x_mode { X_F16X2, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16 };
+enum x_mode { X_F16X2, X_F16, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16 };
 
 /* One weight and where its result goes. */
 struct target {
@@ -56,6 +56,14 @@ size_t ql_linear_prompt_scratch(int64_t hidden, int64_t max_row, int64_t k);
 /* n products of the same x, n_row, n_slice, phase and precision: each gives the bits that it gives alone. */
 ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
 
+/* kernels/linear_q8.cu: n products of precision Q8 with NVFP4 weights, one x. */
+ql_status ql_linear_q8_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
+
+/* Whether a product is one of those. */
+static inline bool is_q8(const ql_linear_args *a) {
+    return a->precision == QL_PREC_Q8 && a->w->format == QL_FORMAT_NVFP4;
+}
+
 /* Formats that a launch may mix: FP8 with one factor is FP8 with a factor for each row. */
 static inline bool same_family(ql_qformat a, ql_qformat b) {
     return a == b || (is_fp8(a) && is_fp8(b) && a != QL_FORMAT_FP8_BLOCK && b != QL_FORMAT_FP8_BLOCK);
@@ -70,6 +78,7 @@ static inline bool has_tiles(const ql_linear_args *a) {
 /* How x meets a quantized weight. */
 static inline enum x_mode quantized_mode(const ql_linear_args *a) {
     return a->precision == QL_PREC_EXACT                         ? X_F16X2
+           : a->precision == QL_PREC_Q8                          ? X_F16
            : a->precision == QL_PREC_FP8 && is_fp8(a->w->format) ? X_E4M3_AS_F16
                                                                  : X_BF16_AS_F16;
 }

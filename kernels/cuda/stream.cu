@@ -1,4 +1,4 @@
-/* The ceiling that speeds are compared with: reading memory and nothing else. */
+/* The ceilings that speeds are compared with: reading memory and nothing else, integer matrix products and nothing else. */
 #include "kernels/cuda.h"
 #include "kernels/cuda/dev.cuh"
 
@@ -68,4 +68,59 @@ ql_status ql_cuda_measure(ql_dev *dev, double *bytes_per_s) {
     }
     ql_cuda_free(dev, p);
     return status;
+}
+
+/* ---- integer matrix products --------------------------------------------------------------------------------------- */
+
+enum { INT8_CHAINS = 8, INT8_ROUNDS = 2048, INT8_THREADS = 256, INT8_BLOCKS = 2 }; /* blocks an SM */
+
+template <int K> __device__ __forceinline__ void multiply_int8(int d[4], uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
+    if (K == 32) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%4,%4,%4},{%5,%5},{%0,%1,%2,%3};"
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+            : "r"(a), "r"(b));
+    } else {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%4},{%5},{%0,%1,%2,%3};"
+                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                     : "r"(a), "r"(b));
+    }
+#else
+    for (int k = 0; k < K; k += 16) {
+        asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1},{%2},{%3},{%0,%1};"
+                     : "+r"(d[0]), "+r"(d[1])
+                     : "r"(a), "r"(b));
+        asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1},{%2},{%3},{%0,%1};"
+                     : "+r"(d[2]), "+r"(d[3])
+                     : "r"(a), "r"(b));
+    }
+#endif
+}
+
+template <int K> __global__ void __launch_bounds__(INT8_THREADS) int8_kernel(int *sink) {
+    int d[INT8_CHAINS][4] = {};
+    for (int i = 0; i < INT8_ROUNDS; i++) {
+#pragma unroll
+        for (int j = 0; j < INT8_CHAINS; j++) {
+            multiply_int8<K>(d[j], 0x01020304u + threadIdx.x, 0x01010101u * j);
+        }
+    }
+    int sum = 0;
+    for (int j = 0; j < INT8_CHAINS; j++) {
+        sum += d[j][0] + d[j][1] + d[j][2] + d[j][3];
+    }
+    if (sum == 0x12345) { /* keeps the products alive */
+        *sink = sum;
+    }
+}
+
+double ql_cuda_int8(void *stream, int32_t n_sm, int32_t k, void *sink) {
+    unsigned blocks = (unsigned)(n_sm * INT8_BLOCKS);
+    if (k == 32) {
+        int8_kernel<32><<<blocks, INT8_THREADS, 0, (cudaStream_t)stream>>>((int *)sink);
+    } else {
+        int8_kernel<16><<<blocks, INT8_THREADS, 0, (cudaStream_t)stream>>>((int *)sink);
+    }
+    return 2.0 * 16 * 8 * k * INT8_CHAINS * INT8_ROUNDS * (INT8_THREADS / 32) * blocks;
 }

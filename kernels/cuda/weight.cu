@@ -1,5 +1,5 @@
 /* Weight slices on the device: bytes of the cut go from the file through pinned memory to the device once, where a kernel
- * moves the codes into the fragment layout (layout.h) and looks at each code and group scale.
+ * moves the codes into the fragment layout (layout.h), or into records (q8.h), and looks at each code and group scale.
  *
  * A ring of slots carries them. While a model loads the threads of a pool read the file into slots that lie ahead, and the
  * lane's thread enqueues copy and kernel of one slot after another in the order of the file. Comparing with the file goes
@@ -7,6 +7,7 @@
  */
 #include "kernels/cuda/dev.cuh"
 #include "kernels/cuda/layout.h"
+#include "kernels/q8.h"
 #include "kernels/weight_src.h"
 
 #include <errno.h>
@@ -138,6 +139,60 @@ __global__ void unpack_scales(const uint8_t *tiles, int n_row, int n_group, int 
         int64_t row = rt * TILE_ROWS + (lane >> 2) + 8 * h;
         if (row < n_row && group < n_group) {
             raw[row * n_group + group] = tiles[2 * i + h];
+        }
+    }
+}
+
+/* Records: one thread a word of 8 codes, in either direction. raw: rows of row_bytes bytes; n_record: of a row. */
+template <bool BACK>
+__global__ void record_codes(uint8_t *raw, int n_row, int64_t row_bytes, int n_record, uint8_t *records) {
+    constexpr int WORDS = QL_Q8_RECORD / 8;
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, row = i / (n_record * WORDS),
+            in = i % (n_record * WORDS);
+    if (row >= n_row) {
+        return;
+    }
+    uint32_t *word =
+        (uint32_t *)(records + (row * n_record + in / WORDS) * QL_Q8_RECORD_BYTES + QL_Q8_RECORD / 16) + in % WORDS;
+    uint8_t *from = raw + row * row_bytes;
+    uint32_t v = BACK ? *word : 0;
+    for (int j = 0; j < 4; j++) {
+        if (4 * in + j < row_bytes && BACK) {
+            from[4 * in + j] = (uint8_t)(v >> 8 * j);
+        } else if (4 * in + j < row_bytes) {
+            v |= (uint32_t)from[4 * in + j] << 8 * j;
+        }
+    }
+    if (!BACK) {
+        *word = v;
+    }
+}
+
+/* One thread the four scales of a record; whole warps. */
+template <bool BACK>
+__global__ void record_scales(uint8_t *raw, int n_row, int n_group, int n_record, uint8_t *records,
+                              struct findings *found) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, row = i / n_record;
+    unsigned most = 0;
+    if (row < n_row) {
+        uint8_t *scale = records + i * QL_Q8_RECORD_BYTES;
+        int group = (int)(i % n_record) * 4;
+        for (int j = 0; j < 4; j++) {
+            uint8_t *from = raw + row * n_group + group + j;
+            if (group + j < n_group && BACK) {
+                *from = scale[j];
+            } else if (!BACK) {
+                scale[j] = group + j < n_group ? *from : 0;
+                most = max(most, (unsigned)scale[j]);
+            }
+        }
+    }
+    if (!BACK) {
+        for (int d = 16; d; d >>= 1) {
+            most = max(most, __shfl_xor_sync(0xffffffffu, most, d));
+        }
+        if ((threadIdx.x & 31) == 0 && most > found->most) {
+            atomicMax(&found->most, most);
         }
     }
 }
@@ -474,6 +529,12 @@ static ql_status place_codes(ql_dev *dev, const ql_weight *w, const uint8_t *raw
                                                                                       d->ring->found);
         return launched(dev, "check of plain weights");
     }
+    if (w->records) {
+        int64_t per_row = ceil_div(w->k, QL_Q8_RECORD), n = (r1 - r0) * per_row * (QL_Q8_RECORD / 8);
+        record_codes<false><<<blocks_of(n), 256, 0, d->stream>>>(
+            (uint8_t *)raw, (int)(r1 - r0), row_bytes, (int)per_row, (uint8_t *)w->data + r0 * ql_q8_row_bytes(w->k));
+        return launched(dev, "repacking");
+    }
     int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
     repack_codes<<<blocks_of(n), 256, 0, d->stream>>>(raw, (int)(r1 - r0), row_bytes, w->format == QL_FORMAT_NVFP4,
                                                       (int)ct, (uint8_t *)w->data + r0 / TILE_ROWS * ct * TILE_BYTES,
@@ -487,6 +548,13 @@ static ql_status fetch_codes(ql_dev *dev, const ql_weight *w, uint8_t *raw, int6
     if (is_plain(w->format)) {
         *from = (const uint8_t *)w->data + r0 * row_bytes;
         return QL_OK;
+    }
+    if (w->records) {
+        int64_t per_row = ceil_div(w->k, QL_Q8_RECORD), n = (r1 - r0) * per_row * (QL_Q8_RECORD / 8);
+        record_codes<true><<<blocks_of(n), 256, 0, cuda(dev)->stream>>>(
+            raw, (int)(r1 - r0), row_bytes, (int)per_row, (uint8_t *)w->data + r0 * ql_q8_row_bytes(w->k));
+        *from = raw;
+        return launched(dev, "reading weights back");
     }
     int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
     unpack_codes<<<blocks_of(n), 256, 0, cuda(dev)->stream>>>(
@@ -510,6 +578,13 @@ static struct rows scale_rows(const ql_weight_src *src) {
 }
 
 static ql_status place_scales(ql_dev *dev, const ql_weight *w, const uint8_t *raw, int64_t r0, int64_t r1) {
+    if (w->records) {
+        int64_t per_row = ceil_div(w->k, QL_Q8_RECORD), n = (r1 - r0) * per_row;
+        record_scales<false><<<blocks_of(n), 256, 0, cuda(dev)->stream>>>(
+            (uint8_t *)raw, (int)(r1 - r0), w->k / QL_NVFP4_GROUP, (int)per_row,
+            (uint8_t *)w->data + r0 * ql_q8_row_bytes(w->k), cuda(dev)->ring->found);
+        return launched(dev, "repacking of scales");
+    }
     int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
     repack_scales<<<blocks_of(n), 256, 0, cuda(dev)->stream>>>(
         raw, (int)(r1 - r0), w->k / QL_NVFP4_GROUP, (int)ct,
@@ -519,6 +594,14 @@ static ql_status place_scales(ql_dev *dev, const ql_weight *w, const uint8_t *ra
 
 static ql_status fetch_scales(ql_dev *dev, const ql_weight *w, uint8_t *raw, int64_t r0, int64_t r1,
                               const uint8_t **from) {
+    if (w->records) {
+        int64_t per_row = ceil_div(w->k, QL_Q8_RECORD), n = (r1 - r0) * per_row;
+        record_scales<true>
+            <<<blocks_of(n), 256, 0, cuda(dev)->stream>>>(raw, (int)(r1 - r0), w->k / QL_NVFP4_GROUP, (int)per_row,
+                                                          (uint8_t *)w->data + r0 * ql_q8_row_bytes(w->k), NULL);
+        *from = raw;
+        return launched(dev, "reading scales back");
+    }
     int64_t ct = col_tiles(w->format, w->k), n = row_tiles(r1 - r0) * ct * 32;
     unpack_scales<<<blocks_of(n), 256, 0, cuda(dev)->stream>>>((const uint8_t *)w->scale +
                                                                    r0 / TILE_ROWS * ct * TILE_SCALE_BYTES,
@@ -557,8 +640,9 @@ static ql_status load(ql_dev *dev, const ql_weight_src *src, ql_weight *w) {
     }
     clear_findings<<<1, 1, 0, d->stream>>>(d->ring->found);
     QL_TRY(launched(dev, "loading"));
-    QL_TRY(ql_cuda_alloc(dev, (size_t)w->weight_bytes, src->module, &w->data));
-    if (w->scale_bytes) {
+    /* records hold their scales; padded rows and columns make the two layouts equally large */
+    QL_TRY(ql_cuda_alloc(dev, (size_t)(w->weight_bytes + (w->records ? w->scale_bytes : 0)), src->module, &w->data));
+    if (w->scale_bytes && !w->records) {
         QL_TRY(ql_cuda_alloc(dev, (size_t)w->scale_bytes, src->module, &w->scale));
     }
     struct rows codes = code_rows(src), scales = scale_rows(src);
@@ -584,6 +668,11 @@ static ql_status load(ql_dev *dev, const ql_weight_src *src, ql_weight *w) {
 ql_status ql_cuda_weight_load(ql_dev *dev, const ql_weight_src *src, ql_weight *out) {
     ql_weight w;
     QL_TRY(ql_weight_src_begin(src, &w, dev->err));
+    w.records = src->records;
+    if (w.format == QL_FORMAT_NVFP4 && !w.records && cuda(dev)->q8_kernel != Q8_AUTO) {
+        return ql_fail(dev->err, QL_ERR_USAGE, "nvfp4=%s is a kernel of precision q8, and this is another precision",
+                       ql_q8_kernel_names[cuda(dev)->q8_kernel]);
+    }
     ql_cuda_weight_bytes(w.format, w.n, w.k, w.row_off, w.col_off, &w.weight_bytes, &w.scale_bytes);
     ql_status status = load(dev, src, &w);
     if (status != QL_OK) {

@@ -179,15 +179,21 @@ static void run_case(ql_check *c, int32_t n_lane, const kind *k, bool bundled, l
     ql_free(c->mem, other.v);
 }
 
-/* The model's canonical slices, of which the lane count is a divisor, and whether it has the bundled model's sizes. */
-static ql_status look_at(const char *model, int32_t *slices, bool *bundled, ql_error *err) {
+typedef struct subject {
+    int32_t slices; /* canonical ones, of which the lane count is a divisor; 0: not looked at yet */
+    bool bundled;   /* it has the bundled model's sizes */
+    bool plain;     /* none of its weights is quantized */
+} subject;
+
+static ql_status look_at(const char *model, subject *out, ql_error *err) {
     ql_checkpoint *ckpt = NULL;
     if (!model) {
         return ql_fail(err, QL_ERR_USAGE, "options.model is empty; a checkpoint directory or Hub id is needed");
     }
     QL_TRY(ql_checkpoint_open(&ckpt, model, err));
-    *slices = ckpt->config.slices;
-    *bundled = ckpt->config.hidden == 256 && ckpt->config.n_layer == 4 && ckpt->config.vocab == 1344;
+    out->slices = ckpt->config.slices;
+    out->bundled = ckpt->config.hidden == 256 && ckpt->config.n_layer == 4 && ckpt->config.vocab == 1344;
+    out->plain = ckpt->summary.scale_bytes == 0;
     ql_checkpoint_close(&ckpt);
     return QL_OK;
 }
@@ -197,22 +203,23 @@ void ql_check_precision(ql_check *c, const char *check) {
                                  {"fp8", QL_PREC_FP8, 5e-3, 0.95, 0.25, 0.5},
                                  {"q8", QL_PREC_Q8, 6e-4, 0.95, 0.05, 0.7}};
     logits exact = {.mem = c->mem}; /* the same at any lane count */
-    int32_t slices = 0;
-    bool bundled = false;
+    subject m = {0};
     for (int32_t n = ql_check_lanes(c, 0); n; n = ql_check_lanes(c, n)) {
         for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
             if (!ql_check_begin(c, n, "%s.%s", check, kinds[i].name)) {
                 continue;
             }
             ql_error err = {0};
-            if (!slices && look_at(c->options.model, &slices, &bundled, &err) != QL_OK) {
+            if (!m.slices && look_at(c->options.model, &m, &err) != QL_OK) {
                 ql_check_end(c, &(ql_check_case){.outcome = QL_CHECK_FAILED, .note = err.text});
-            } else if (slices % n != 0) {
+            } else if (m.plain && kinds[i].precision == QL_PREC_Q8) {
+                ql_check_end(c, &(ql_check_case){.outcome = QL_CHECK_SKIPPED, .note = "no weight is quantized"});
+            } else if (m.slices % n != 0) {
                 char note[64];
-                snprintf(note, sizeof note, "the model has %d slices", slices);
+                snprintf(note, sizeof note, "the model has %d slices", m.slices);
                 ql_check_end(c, &(ql_check_case){.outcome = QL_CHECK_SKIPPED, .note = note});
             } else {
-                run_case(c, n, &kinds[i], bundled, &exact);
+                run_case(c, n, &kinds[i], m.bundled, &exact);
             }
         }
     }

@@ -16,6 +16,7 @@ static ql_dev dev;
 static ql_error err;
 static ql_cuda_device info;
 static double stream_rate; /* bytes a second */
+static double int8_rate;   /* operations a second */
 static int n_filter;
 static char **filter;
 
@@ -94,6 +95,30 @@ static double time_calls(void (*call)(int i), int reps) {
     return best / reps;
 }
 
+/* The device anew, with kernels by name, and scratch for all of the shapes here. */
+static void open_device(const char *kernels) {
+    ql_shape shape = {.hidden = 5120,
+                      .vocab = 248320,
+                      .vocab_local = 248320,
+                      .n_head = 24,
+                      .n_kv_head = 4,
+                      .n_key_head = 16,
+                      .n_value_head = 48,
+                      .mlp = 17408,
+                      .max_row = MAX_ROW,
+                      .max_seg = 8,
+                      .max_out = 8,
+                      .max_ctx = PAGES * 64};
+    if (dev.ops) {
+        dev.ops->free(&dev, dev.scratch);
+        dev.ops->close(&dev);
+    }
+    must(ql_cuda_dev_open(&dev, 0, kernels, NULL, &err));
+    size_t bytes = dev.ops->scratch_bytes(&dev, &shape);
+    dev.scratch = room(bytes);
+    dev.scratch_bytes = bytes;
+}
+
 static void report(const char *name, double s, double bytes, double flops) {
     printf("%-52s %9.2f us", name, s * 1e6);
     if (bytes > 0) {
@@ -101,6 +126,9 @@ static void report(const char *name, double s, double bytes, double flops) {
     }
     if (flops > 0) {
         printf("  %7.1f TFLOP/s", flops / s * 1e-12);
+        if (int8_rate > 0 && strstr(name, ".q8")) {
+            printf(" %5.1f%% of INT8", 100 * flops / s / int8_rate);
+        }
     }
     printf("\n");
     fflush(stdout);
@@ -121,6 +149,8 @@ static void read_big(int i) {
 static ql_weight weight[MAX_COPY];
 static int n_copy;
 static ql_linear_args lin;
+static const char *q8_kernel = ""; /* of precision q8, for names */
+static const char *const precision_names[] = {"auto", "exact", "bf16", "fp8", "q8"};
 
 static void call_linear(int i) {
     lin.w = &weight[i % n_copy];
@@ -132,12 +162,8 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
     char name[96];
     bool any = false;
     for (int i = 0; i < n_rows; i++) {
-        snprintf(name, sizeof name, "linear.%s.%s.%s n%d k%d s%d t%d", ql_qformat_name(format),
-                 phase ? "gen" : "prompt",
-                 precision == QL_PREC_EXACT  ? "exact"
-                 : precision == QL_PREC_BF16 ? "bf16"
-                                             : "fp8",
-                 n, k, n_slice, rows[i]);
+        snprintf(name, sizeof name, "linear.%s.%s.%s%s n%d k%d s%d t%d", ql_qformat_name(format),
+                 phase ? "gen" : "prompt", precision_names[precision], q8_kernel, n, k, n_slice, rows[i]);
         any = any || wanted(name);
     }
     if (!any) {
@@ -174,6 +200,7 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
                          .data = data,
                          .scale = scale,
                          .factor = 0.5f,
+                         .records = format == QL_FORMAT_NVFP4 && precision == QL_PREC_Q8,
                          .scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : QL_DTYPE_F32};
     n_copy = (int)(300000000 / (wb + sb)) + 1;
     n_copy = n_copy < 2 ? 2 : n_copy > MAX_COPY ? MAX_COPY : n_copy;
@@ -198,13 +225,10 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
                                .n_slice = n_slice,
                                .phase = phase,
                                .precision = precision};
-        double s = time_calls(call_linear, phase == QL_PHASE_GEN ? 4 * n_copy < 32 ? 32 : 4 * n_copy : 6);
-        snprintf(name, sizeof name, "linear.%s.%s.%s n%d k%d s%d t%d", ql_qformat_name(format),
-                 phase ? "gen" : "prompt",
-                 precision == QL_PREC_EXACT  ? "exact"
-                 : precision == QL_PREC_BF16 ? "bf16"
-                                             : "fp8",
-                 n, k, n_slice, t);
+        bool slow = strcmp(q8_kernel, "-reference") == 0; /* a tenth of a second a call */
+        double s = time_calls(call_linear, phase == QL_PHASE_GEN ? 4 * n_copy < 32 ? 32 : 4 * n_copy : slow ? 1 : 6);
+        snprintf(name, sizeof name, "linear.%s.%s.%s%s n%d k%d s%d t%d", ql_qformat_name(format),
+                 phase ? "gen" : "prompt", precision_names[precision], q8_kernel, n, k, n_slice, t);
         report(name, s, phase == QL_PHASE_GEN ? (double)(wb + sb) + 4.0 * t * (n + k) : 0,
                phase == QL_PHASE_GEN ? 0 : 2.0 * t * n * k);
         if (out != y) {
@@ -214,6 +238,49 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
     for (int i = 0; i < n_copy; i++) {
         dev.ops->weight_free(&dev, &weight[i]);
     }
+}
+
+/* ---- q8 ---- */
+
+static void *sink;
+static int32_t int8_k;
+
+static void multiply_int8(int i) {
+    (void)i;
+    ql_cuda_int8(ql_cuda_stream(&dev), info.n_sm, int8_k, sink);
+}
+
+/* MLP products of the 27B on two lanes and on one, one row and 512, by each kernel of precision q8. The ceilings are the
+ * stream for one row and the rate of integer matrix products for many. */
+static void bench_q8(void) {
+    static const struct {
+        const char *name, *kernels;
+    } kernels[] = {
+        {"-reference", "nvfp4=reference"}, {"-dp4a", "nvfp4=dp4a"}, {"-wmma", "nvfp4=wmma"}, {"-wide", "nvfp4=wide"}};
+    static const int32_t shapes[][3] = {{8704, 5120, 1}, {5120, 8704, 4}, {17408, 5120, 1}, {5120, 17408, 8}};
+    static const int32_t few[] = {1}, some[] = {16, 64}, many[] = {512};
+    sink = room(16);
+    for (int8_k = 16; int8_k <= 32; int8_k += 16) {
+        double s = time_calls(multiply_int8, 4), ops = ql_cuda_int8(ql_cuda_stream(&dev), info.n_sm, int8_k, sink);
+        printf("INT8 products, k %d: %.1f TOP/s\n", int8_k, ops / s * 1e-12);
+        int8_rate = ops / s > int8_rate ? ops / s : int8_rate;
+    }
+    for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
+        for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++) {
+            const int32_t *v = shapes[s];
+            open_device(kernels[i].kernels);
+            q8_kernel = kernels[i].name;
+            bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], few, 1, QL_PHASE_GEN, QL_PREC_Q8);
+            if (i == 2) {
+                bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], some, 2, QL_PHASE_PROMPT, QL_PREC_Q8);
+            }
+            if (i != 1) {
+                bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], many, 1, QL_PHASE_PROMPT, QL_PREC_Q8);
+            }
+        }
+    }
+    q8_kernel = "";
+    open_device(NULL);
 }
 
 /* ---- batches ---- */
@@ -443,21 +510,7 @@ int main(int argc, char **argv) {
     n_filter = argc - 1;
     filter = argv + 1;
     must(ql_cuda_info(0, &info, &err));
-    must(ql_cuda_dev_open(&dev, 0, NULL, NULL, &err));
-    ql_shape shape = {.hidden = 5120,
-                      .vocab = 248320,
-                      .vocab_local = 248320,
-                      .n_head = 24,
-                      .n_kv_head = 4,
-                      .n_key_head = 16,
-                      .n_value_head = 48,
-                      .mlp = 17408,
-                      .max_row = MAX_ROW,
-                      .max_seg = 8,
-                      .max_out = 8,
-                      .max_ctx = PAGES * 64};
-    dev.scratch_bytes = dev.ops->scratch_bytes(&dev, &shape);
-    dev.scratch = room(dev.scratch_bytes);
+    open_device(NULL);
     printf("%s, %d SMs, compute %d.%d, scratch %.1f MB\n", dev.device, info.n_sm, info.major, info.minor,
            (double)dev.scratch_bytes * 1e-6);
     big_bytes = (size_t)8 << 30;
@@ -496,6 +549,7 @@ int main(int argc, char **argv) {
     bench_linear(QL_FORMAT_FP8_BLOCK, 17408, 5120, 1, prompt, 3, pr, bf16);
     bench_linear(QL_FORMAT_BF16, 17408, 5120, 1, p512, 1, pr, bf16);
     bench_linear(QL_FORMAT_NVFP4, 17408, 5120, 1, p512, 1, pr, exact);
+    bench_q8();
     bench_mixers();
     bench_sampling();
     dev.ops->close(&dev);

@@ -1,0 +1,402 @@
+/* linear in precision Q8, NVFP4 weights (q8.h): activations to INT8 once for all products of one x, then
+ *
+ *   dp4a        one row of x: four products an instruction, weights unpacked by byte permutes
+ *   wmma        up to 127 rows: integer matrix instructions on tiles of 16 x 16 x 16, a tile a warp
+ *   wide        from 128 rows on (wide_min_rows): tiles of 128 x 64 (linear_q8_wide.cu)
+ *   reference   any shape: code by code
+ *
+ * Each takes any number of rows, so that any can be forced by name and compared; a row's bits do not depend on which rows share
+ * the call with it as long as the kernel is the same one. The choice depends on the number of rows and the slice's length, hence
+ * not on the number of lanes.
+ */
+#include "kernels/cuda/q8.cuh"
+
+/* ---- activations ------------------------------------------------------------------------------------------------- */
+
+/* Eight threads a block of 32 channels, four channels each. Grid (blocks of all slices, row). */
+__global__ void __launch_bounds__(128)
+    quantize_kernel(const float *x, int64_t ldx, int k, int ks, int blocks, int n_block, int8_t *code, float *d) {
+    after_previous();
+    int row = blockIdx.y, block = blockIdx.x * 16 + (threadIdx.x >> 3), in = (threadIdx.x & 7) * 4;
+    bool there = block < n_block;
+    block = there ? block : n_block - 1;
+    int c = block % blocks * QL_Q8_BLOCK + in,
+        n = min(4, ks - c); /* in the slice; no more than n of the four are its */
+    int64_t at = (int64_t)(block / blocks) * ks + c;
+    const float *from = x + row * ldx + at;
+    int8_t *to = code + (int64_t)row * k + at;
+    float v[4] = {};
+    if (n == 4 && (uintptr_t)from % 16 == 0) {
+        float4 u = *(const float4 *)from;
+        v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            v[i] = i < n ? from[i] : 0.0f;
+        }
+    }
+    uint32_t most = 0; /* magnitudes rise with their bits, a NaN above all */
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        most = max(most, __float_as_uint(v[i]) & 0x7fffffffu);
+    }
+#pragma unroll
+    for (int o = 4; o; o >>= 1) {
+        most = max(most, __shfl_xor_sync(0xffffffffu, most, o));
+    }
+    float scale = __uint_as_float(most) / 127.0f;
+    scale = scale < 1e-8f ? 1e-8f : scale;
+    int q[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        q[i] = most < 0x7f800000u ? __float2int_rn(v[i] / scale) : 0;
+    }
+    if (!there) {
+        return;
+    }
+    if (n == 4 && (uintptr_t)to % 4 == 0) {
+        *(uint32_t *)to = (q[0] & 255) | (q[1] & 255) << 8 | (q[2] & 255) << 16 | (uint32_t)q[3] << 24;
+    } else {
+        for (int i = 0; i < n; i++) {
+            to[i] = (int8_t)q[i];
+        }
+    }
+    if (in == 0) {
+        d[(int64_t)row * n_block + block] = scale;
+    }
+}
+
+/* ---- reference --------------------------------------------------------------------------------------------------- */
+
+/* A warp a result, of target 0. Lane l takes blocks l, l + 32, ... of each slice. */
+__global__ void __launch_bounds__(256) reference_kernel(struct q8_products p) {
+    after_previous();
+    const struct q8_target &t = p.target[0];
+    int r = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    if (r >= t.n) {
+        return;
+    }
+    const uint8_t *w = t.w + r * p.row_bytes;
+    for (int row = blockIdx.y; row < p.n_row; row += gridDim.y) {
+        float part[MAX_SLICES];
+#pragma unroll
+        for (int s = 0; s < MAX_SLICES; s++) {
+            part[s] = 0.0f;
+            if (s >= p.n_slice) {
+                continue;
+            }
+            const float *d = p.d + ((int64_t)row * p.n_slice + s) * p.blocks;
+            float sum = 0.0f;
+            for (int b = lane; b < p.blocks; b += 32) {
+                float both = 0.0f;
+                int c = s * p.ks + b * QL_Q8_BLOCK, end = min(c + QL_Q8_BLOCK, (s + 1) * p.ks);
+                while (c < end) { /* a slice may begin inside a group */
+                    int group = c / QL_NVFP4_GROUP, stop = min((group + 1) * QL_NVFP4_GROUP, end), dot = 0;
+                    const uint8_t *record = w + group / 4 * QL_Q8_RECORD_BYTES;
+                    for (; c < stop; c++) {
+                        int in = c % QL_Q8_RECORD, code = record[4 + in / 2] >> 4 * (in & 1) & 15;
+                        int m = (int)(((uint64_t)Q8_HIGH << 32 | Q8_LOW) >> 8 * (code & 7) & 255);
+                        dot += p.x[(int64_t)row * p.k + c] * (code & 8 ? -m : m);
+                    }
+                    both = fmaf((float)dot, q8_scale(record[group % 4]), both);
+                }
+                sum = fmaf(both, d[b], sum);
+            }
+            part[s] = warp_sum(sum) * t.factor;
+        }
+        if (lane == 0) {
+            t.y[row * t.ldy + r] = slice_tree(part, p.n_slice);
+        }
+    }
+}
+
+/* ---- dp4a -------------------------------------------------------------------------------------------------------- */
+
+/* A warp: DP4A_ROWS weight rows and one row of x. Lane l takes groups l, l + 32, ... of each slice: 32 groups are 288 bytes in a
+ * row. All of DP4A_AHEAD such chunks are asked for before the first is used, the first ones before the kernel in front is
+ * complete: as everywhere, what is in flight sets the speed. */
+enum { DP4A_ROWS = 2, DP4A_AHEAD = 5, DP4A_WARPS = 4 };
+
+struct dp4a_chunk {
+    uint32_t q0[DP4A_ROWS], q1[DP4A_ROWS], s[DP4A_ROWS];
+    int group; /* of the lane, in its slice */
+};
+
+__global__ void __launch_bounds__(32 * DP4A_WARPS, 8) dp4a_kernel(struct q8_products p) {
+    allow_next();
+    int lane = threadIdx.x & 31, row = blockIdx.y, unit = blockIdx.x * DP4A_WARPS + (threadIdx.x >> 5);
+    const struct q8_target &t = q8_target_of(p, DP4A_ROWS, &unit);
+    int r0 = unit * DP4A_ROWS, groups = p.ks / QL_NVFP4_GROUP, per_slice = (groups + 31) / 32,
+        n_chunk = per_slice * p.n_slice;
+    const uint8_t *w[DP4A_ROWS];
+#pragma unroll
+    for (int i = 0; i < DP4A_ROWS; i++) {
+        w[i] = t.w + min(r0 + i, t.n - 1) * p.row_bytes;
+    }
+    auto load = [&](struct dp4a_chunk &c, int chunk) {
+        int slice = chunk / per_slice;
+        c.group = (chunk - slice * per_slice) * 32 + lane;
+        int g = slice * groups + c.group, at = g / 4 * QL_Q8_RECORD_BYTES;
+        bool there = chunk < n_chunk && c.group < groups;
+#pragma unroll
+        for (int i = 0; i < DP4A_ROWS; i++) {
+            c.q0[i] = c.q1[i] = c.s[i] = 0;
+            if (there) {
+                const uint32_t *q = (const uint32_t *)(w[i] + at + 4 + g % 4 * 8);
+                c.q0[i] = __ldg(q);
+                c.q1[i] = __ldg(q + 1);
+                c.s[i] = __ldg(w[i] + at + g % 4);
+            }
+        }
+    };
+    struct dp4a_chunk c[DP4A_AHEAD];
+#pragma unroll
+    for (int j = 0; j < DP4A_AHEAD; j++) {
+        load(c[j], j);
+    }
+    wait_previous();
+    const int8_t *x = p.x + (int64_t)row * p.k;
+    const float *d = p.d + (int64_t)row * p.n_slice * p.blocks;
+    float acc[DP4A_ROWS] = {}, mine[DP4A_ROWS] = {}; /* mine: lane s keeps the sum of slice s */
+    int slice = 0, left = per_slice;
+    for (int chunk = 0; chunk < n_chunk; chunk += DP4A_AHEAD) {
+        if (chunk > 0) {
+#pragma unroll
+            for (int j = 0; j < DP4A_AHEAD; j++) {
+                load(c[j], chunk + j);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < DP4A_AHEAD; j++) {
+            if (chunk + j >= n_chunk) {
+                break;
+            }
+            if (c[j].group < groups) {
+                int4 v = *(const int4 *)(x + (slice * groups + c[j].group) * QL_NVFP4_GROUP);
+                float scale = d[slice * p.blocks + c[j].group / 2];
+#pragma unroll
+                for (int i = 0; i < DP4A_ROWS; i++) {
+                    float dot = (float)q8_dot16(c[j].q0[i], c[j].q1[i], v);
+                    acc[i] = fmaf(dot * q8_scale(c[j].s[i]), scale, acc[i]);
+                }
+            }
+            if (--left == 0) {
+#pragma unroll
+                for (int i = 0; i < DP4A_ROWS; i++) {
+                    float sum = warp_sum(acc[i]) * t.factor;
+                    mine[i] = lane == slice ? sum : mine[i];
+                    acc[i] = 0.0f;
+                }
+                slice++;
+                left = per_slice;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < DP4A_ROWS; i++) {
+        for (int o = 1; o < p.n_slice; o *= 2) { /* the tree: lanes 0 .. n_slice - 1 hold its leaves */
+            mine[i] += __shfl_xor_sync(0xffffffffu, mine[i], o);
+        }
+        if (lane == 0 && r0 + i < t.n) {
+            t.y[row * t.ldy + r0 + i] = mine[i];
+        }
+    }
+}
+
+/* ---- wmma -------------------------------------------------------------------------------------------------------- */
+
+/* A warp: 16 weight rows (A) and 16 rows of x (B, two tiles of 8 columns). Each 16 columns of K are one group. */
+enum { WMMA_WARPS = 4 };
+
+/* A slice's sum joins the tree: levels wait in `stack`. On the last slice v is the whole sum. */
+__device__ __forceinline__ void join_tree(float v[8], float stack[TREE_LEVELS][8], int slice) {
+    bool on = true;
+#pragma unroll
+    for (int l = 0; l < TREE_LEVELS; l++) {
+        bool add = on && (slice >> l & 1);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[i] = add ? stack[l][i] + v[i] : v[i];
+            stack[l][i] = on && !add ? v[i] : stack[l][i];
+        }
+        on = add;
+    }
+}
+
+__global__ void __launch_bounds__(32 * WMMA_WARPS) wmma_kernel(struct q8_products p) {
+    after_previous();
+    int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3, unit = blockIdx.x * WMMA_WARPS + (threadIdx.x >> 5);
+    const struct q8_target &t = q8_target_of(p, 16, &unit);
+    int r = unit * 16 + g, t0 = blockIdx.y * 16;
+    if (unit * 16 >= t.n) {
+        return;
+    }
+    /* rows beyond the last repeat it; their results are dropped */
+    const uint8_t *w = t.w + min(r, t.n - 1) * p.row_bytes, *w8 = t.w + min(r + 8, t.n - 1) * p.row_bytes;
+    const int8_t *x = p.x + (int64_t)min(t0 + g, p.n_row - 1) * p.k + 4 * c,
+                 *x8 = p.x + (int64_t)min(t0 + g + 8, p.n_row - 1) * p.k + 4 * c;
+    const float *d[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int row = min(t0 + 2 * c + (i & 1) + (i >> 1) * 8, p.n_row - 1);
+        d[i] = p.d + (int64_t)row * p.n_slice * p.blocks;
+    }
+    float v[8], stack[TREE_LEVELS][8] = {};
+    for (int slice = 0; slice < p.n_slice; slice++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[i] = 0.0f;
+        }
+#pragma unroll 2
+        for (int b = 0; b < p.blocks; b++) {
+            float both[8] = {};
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int in = b * QL_Q8_BLOCK + h * QL_NVFP4_GROUP, group = (slice * p.ks + in) / QL_NVFP4_GROUP;
+                if (in >= p.ks) {
+                    break;
+                }
+                int at = group / 4 * QL_Q8_RECORD_BYTES, word = at + 4 + group % 4 * 8 + (c >> 1) * 4,
+                    shift = (c & 1) * 16;
+                uint32_t a0 = q8_decode4(__ldg((const uint32_t *)(w + word)) >> shift),
+                         a1 = q8_decode4(__ldg((const uint32_t *)(w8 + word)) >> shift);
+                float s = q8_scale(__ldg(w + at + group % 4)), s8 = q8_scale(__ldg(w8 + at + group % 4));
+                float o = q8_unbias(s), o8 = q8_unbias(s8);
+                int sum[2][4];
+                mma_s8(sum[0], a0, a1, *(const uint32_t *)(x + group * QL_NVFP4_GROUP));
+                mma_s8(sum[1], a0, a1, *(const uint32_t *)(x8 + group * QL_NVFP4_GROUP));
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    float f = __int_as_float(sum[i >> 2][i & 3]);
+                    both[i] += fmaf(f, i & 2 ? s8 : s, i & 2 ? o8 : o);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                v[i] = fmaf(both[i], d[(i >> 2) * 2 + (i & 1)][slice * p.blocks + b], v[i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[i] *= t.factor;
+        }
+        join_tree(v, stack, slice);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int row = t0 + 2 * c + (i & 1) + (i >> 2) * 8, out = r + (i & 2) * 4;
+        if (row < p.n_row && out < t.n) {
+            t.y[row * t.ldy + out] = v[i];
+        }
+    }
+}
+
+/* ---- choice ------------------------------------------------------------------------------------------------------ */
+
+static ql_status choose(ql_dev *dev, const ql_linear_args *a, enum q8_kernel *out) {
+    int ks = a->w->k / a->n_slice;
+    enum q8_kernel forced = cuda(dev)->q8_kernel;
+    int unit = forced == Q8_WIDE ? 32 : forced == Q8_AUTO || forced == Q8_REFERENCE ? 1 : 16;
+    if (ks % unit) {
+        return ql_fail(dev->err, QL_ERR_USAGE,
+                       "nvfp4=%s takes slices of a multiple of %d columns; %d x %d in %d slices has %d",
+                       ql_q8_kernel_names[forced], unit, a->w->n, a->w->k, a->n_slice, ks);
+    }
+    *out = forced != Q8_AUTO                                               ? forced
+           : ks % 16                                                       ? Q8_REFERENCE
+           : a->n_row == 1                                                 ? Q8_DP4A
+           : a->n_row >= cuda(dev)->wide_min_rows && ks % QL_Q8_BLOCK == 0 ? Q8_WIDE
+                                                                           : Q8_WMMA;
+    return QL_OK;
+}
+
+/* Units of `rows` weight rows of all targets. */
+static int64_t units_of(const struct q8_products *p, int rows) {
+    int64_t n = 0;
+    for (int i = 0; i < p->n_target; i++) {
+        n += ceil_div(p->target[i].n, rows);
+    }
+    return n;
+}
+
+static ql_status run_reference(ql_dev *dev, const struct q8_products *p) {
+    struct q8_products one = *p;
+    one.n_target = 1;
+    for (int i = 0; i < p->n_target; i++) {
+        one.target[0] = p->target[i];
+        unsigned rows = p->n_row < 65535 ? (unsigned)p->n_row : 65535;
+        QL_TRY(
+            launch(dev, "linear", reference_kernel, dim3((unsigned)ceil_div(one.target[0].n, 8), rows), 256, 0, one));
+    }
+    return QL_OK;
+}
+
+static ql_status run(ql_dev *dev, enum q8_kernel kernel, const struct q8_products *p, int64_t room) {
+    unsigned rows = (unsigned)p->n_row;
+    switch (kernel) {
+    case Q8_DP4A:
+        return launch(dev, "linear", dp4a_kernel, dim3((unsigned)ceil_div(units_of(p, DP4A_ROWS), DP4A_WARPS), rows),
+                      32 * DP4A_WARPS, 0, *p);
+    case Q8_WMMA:
+        return launch(dev, "linear", wmma_kernel,
+                      dim3((unsigned)ceil_div(units_of(p, 16), WMMA_WARPS), (unsigned)ceil_div(rows, 16)),
+                      32 * WMMA_WARPS, 0, *p);
+    case Q8_WIDE: return ql_linear_q8_wide_cuda(dev, p, room);
+    default: return run_reference(dev, p);
+    }
+}
+
+/* Scratch: codes, scales, stacks. As many rows at a time as leave the tree its room. */
+static ql_status run_shared(ql_dev *dev, const ql_linear_args *a, int32_t n, enum q8_kernel kernel) {
+    const ql_weight *w = a->w;
+    struct q8_products p {};
+    p.k = w->k;
+    p.n_slice = a->n_slice;
+    p.ks = w->k / a->n_slice;
+    p.blocks = ql_q8_blocks(p.ks);
+    p.row_bytes = ql_q8_row_bytes(w->k);
+    p.n_target = n;
+    for (int i = 0; i < n; i++) {
+        p.target[i] = q8_target{(const uint8_t *)a[i].w->data, a[i].y, a[i].ldy, a[i].w->factor * 128.0f, a[i].w->n};
+    }
+    int n_block = p.n_slice * p.blocks;
+    const size_t stack_bytes = WIDE_STACK * sizeof(float);
+    auto used = [&](int64_t rows) {
+        return round_256((size_t)(rows * p.k)) + round_256((size_t)(rows * n_block) * sizeof(float));
+    };
+    size_t tree = kernel == Q8_WIDE && p.n_slice > 1 ? stack_bytes : 0;
+    int64_t most = a->n_row < 65535 ? a->n_row : 65535; /* the grid's second dimension has 16 bits */
+    while (most > 1 && used(most) + tree > dev->scratch_bytes) {
+        most = most > 2 * WIDE_X ? most - WIDE_X : most / 2;
+    }
+    if (used(most) + tree > dev->scratch_bytes) {
+        return ql_fail(dev->err, QL_ERR_INTERNAL, "linear: scratch of %zu bytes does not hold a row of %d",
+                       dev->scratch_bytes, p.k);
+    }
+    for (int t = 0; t < a->n_row; t += (int)most) {
+        int rows = a->n_row - t < most ? a->n_row - t : (int)most;
+        uint8_t *scratch = (uint8_t *)dev->scratch;
+        p.n_row = rows;
+        p.x = (const int8_t *)scratch;
+        p.d = (const float *)(scratch + round_256((size_t)rows * (size_t)p.k));
+        p.stack = (float *)(scratch + used(rows));
+        QL_TRY(launch(dev, "linear: activations", quantize_kernel,
+                      dim3((unsigned)ceil_div(n_block, 16), (unsigned)rows), 128, 0, a->x + t * a->ldx, a->ldx, p.k,
+                      p.ks, p.blocks, n_block, (int8_t *)p.x, (float *)p.d));
+        QL_TRY(run(dev, kernel, &p, (int64_t)((dev->scratch_bytes - used(rows)) / stack_bytes)));
+        for (int i = 0; i < n; i++) {
+            p.target[i].y += rows * p.target[i].ldy;
+        }
+    }
+    return QL_OK;
+}
+
+ql_status ql_linear_q8_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n) {
+    enum q8_kernel kernel;
+    QL_TRY(choose(dev, a, &kernel));
+    int32_t together = cuda(dev)->no_shared_q8 ? 1 : n;
+    for (int32_t i = 0; i < n; i += together) {
+        QL_TRY(run_shared(dev, a + i, together, kernel));
+    }
+    return QL_OK;
+}
