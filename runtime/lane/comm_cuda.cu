@@ -108,6 +108,9 @@ __device__ bool wait_flag(const uint32_t *flag, uint32_t epoch, int peer, const 
             *error = ABORTED;
             return false;
         }
+        if (*error) { /* an earlier wait was in vain */
+            return false;
+        }
         if (t - t0 > a.wait_ns) {
             *error = 1 + (uint32_t)peer;
             return false;

@@ -89,14 +89,19 @@ fail:
     return status;
 }
 
-/* What the lanes still at work have done so far, and the first of them. Called with the mutex held. */
-static uint64_t busy_progress(const ql_lane_group *g, int32_t *first_busy) {
-    uint64_t sum = 0;
-    *first_busy = -1;
+/* What the lanes still at work have done so far, and which of them has done least: all have the same to do, so the others
+ * wait for that one. Called with the mutex held. */
+static uint64_t busy_progress(const ql_lane_group *g, int32_t *last) {
+    uint64_t sum = 0, least = UINT64_MAX;
+    *last = -1;
     for (int32_t i = 0; i < g->n_lane; i++) {
         if (g->lane[i].fn) {
-            sum += __atomic_load_n(&g->lane[i].dev.progress, __ATOMIC_RELAXED);
-            *first_busy = *first_busy < 0 ? i : *first_busy;
+            uint64_t done = __atomic_load_n(&g->lane[i].dev.progress, __ATOMIC_RELAXED);
+            sum += done;
+            if (done < least) {
+                least = done;
+                *last = i;
+            }
         }
     }
     return sum;
