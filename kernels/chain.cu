@@ -61,10 +61,6 @@ __device__ __forceinline__ void sync_four(void) { asm volatile("bar.sync 2, 128;
 
 /* ---- walking over a product, the same for the fetching and the computing warps ------------------------------------- */
 
-struct walk {
-    int stage, task; /* so far in the run; stages lie in slots in turn, tasks in sets */
-};
-
 /* A task is a tile of 16 weight rows and a part of its slices; GATED: of gate and up, two pieces. */
 struct piece_of {
     int row_tile, part;
@@ -90,11 +86,6 @@ __device__ __forceinline__ struct piece_of find_piece_of(const struct product &p
     }
     at.t = &p.target[which];
     return at;
-}
-
-/* Tasks of this block. */
-__device__ __forceinline__ int tasks_of(const struct product &p) {
-    return p.n_task > (int)blockIdx.x ? (p.n_task - 1 - (int)blockIdx.x) / (int)gridDim.x + 1 : 0;
 }
 
 /* Units of a task. */
@@ -127,20 +118,21 @@ __device__ __forceinline__ void wait_finished(const struct shared *sh, int n) {
 
 /* ---- fetching ---------------------------------------------------------------------------------------------------- */
 
-__device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *ring, uint8_t *extras) {
+__device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *room) {
+    uint8_t *ring = room + RING_AT, *extras = room + r.extras_at;
     int stage = 0, n_task = 0;
     for (int i = 0; i < r.n_op; i++) {
-        if (r.op[i].kind == RECURRENCE) {
-            const ql_gdn_args &g = r.op[i].gdn.a;
+        if (sh->op[i].kind == RECURRENCE) {
+            const ql_gdn_args &g = sh->op[i].gdn.a;
             for (int task = blockIdx.x; task < r.n_seg * g.n_value_head; task += gridDim.x) {
                 int s = task / g.n_value_head, j = task % g.n_value_head;
                 prefetch(g.state + ((int64_t)sh->seg_slot[s] * g.n_value_head + j) * D * D, D * D * 4);
             }
         }
-        if (r.op[i].kind != PRODUCT) {
+        if (sh->op[i].kind != PRODUCT) {
             continue;
         }
-        const struct product &p = r.op[i].product;
+        const struct product &p = sh->op[i].product;
         bool fp4 = p.format == QL_FORMAT_NVFP4;
         int per_stage = stage_units(p.format), pieces = p.epilogue == GATED ? 2 : 1;
         if (p.norm && blockIdx.x < 4) {
@@ -234,6 +226,9 @@ __device__ __forceinline__ void wait_edge(const struct run &r, unsigned target) 
     sync_warps();
 }
 
+/* The columns of the residual that a block writes begin here. */
+__device__ __forceinline__ int share_begin(int k, int block) { return (int)((unsigned)k * block / gridDim.x); }
+
 /* ---- x ----------------------------------------------------------------------------------------------------------- */
 
 /* How x is prepared: known at compile time where it has two columns. */
@@ -241,34 +236,44 @@ template <int COLS> __device__ __forceinline__ enum x_mode mode_of(const struct 
     return COLS == 2 ? X_F16X2 : p.mode;
 }
 
+/* The larger of `most` and four |v|, NaN left out: as larger_x unless one is infinite. */
+__device__ __forceinline__ float largest4(float most, float4 v) {
+    return fmaxf(fmaxf(most, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
 __device__ __forceinline__ float larger_x4(float most, float4 v, enum x_mode mode) {
     return larger_x(larger_x(larger_x(larger_x(most, v.x, mode), v.y, mode), v.z, mode), v.w, mode);
 }
 
-/* Four neighbours of a row, as f16: COLS 2 is X_F16X2, with `to_lo` numbers between the two parts. */
+/* Four neighbours of a row, as f16: COLS 2 is X_F16X2, with `to_lo` numbers between the two parts; the second part of what is
+ * infinite in the first would have to be 0 (zero_beside_infinity). */
 template <int COLS>
-__device__ __forceinline__ void put_x(uint16_t *hi, int to_lo, const float in[4], float up, enum x_mode mode) {
-    float v[4];
+__device__ __forceinline__ void put_x(uint16_t *hi, int to_lo, float4 in, float up, enum x_mode mode) {
+    float v[4] = {in.x, in.y, in.z, in.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if (COLS == 1 && mode == X_E4M3_AS_F16) {
-            v[i] = f32_of_e4m3(e4m3_of_f32(in[i] / up));
+            v[i] = f32_of_e4m3(e4m3_of_f32(v[i] / up));
         } else {
-            v[i] = (COLS == 1 ? round_bf16(in[i]) : in[i]) * up;
+            v[i] = (COLS == 1 ? round_bf16(v[i]) : v[i]) * up;
         }
     }
     uint2 h = make_uint2(pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]));
     *(uint2 *)hi = h;
     if (COLS == 2) {
         float2 h01 = __half22float2(*(__half2 *)&h.x), h23 = __half22float2(*(__half2 *)&h.y);
-        const float back[4] = {h01.x, h01.y, h23.x, h23.y};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float rest = (v[i] - back[i]) * 2048.0f;
-            v[i] = fabsf(v[i]) <= 65504.0f ? rest : 0.0f;
-        }
-        *(uint2 *)(hi + to_lo) = make_uint2(pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]));
+        *(uint2 *)(hi + to_lo) = make_uint2(pack_f16x2((v[0] - h01.x) * 2048.0f, (v[1] - h01.y) * 2048.0f),
+                                            pack_f16x2((v[2] - h23.x) * 2048.0f, (v[3] - h23.y) * 2048.0f));
     }
+}
+
+/* Seldom: x holds infinities. All computing warps, behind a barrier. */
+template <int COLS> __device__ __noinline__ void zero_beside_infinity(uint16_t *hi, int to_lo, int k) {
+    for (int i = threadIdx.x; i < k && COLS == 2; i += N_THREAD) {
+        if ((hi[i] & 0x7c00) == 0x7c00) {
+            hi[to_lo + i] = 0;
+        }
+    }
+    sync_warps();
 }
 
 __device__ __forceinline__ float4 add4(float4 a, float4 b) {
@@ -287,19 +292,77 @@ __device__ __forceinline__ float add_parts(const float *p, int parts, int stride
     return v;
 }
 
-/* Residual addition and norm of all rows; the sums are those of norm.cu. This block's share of x + delta waits in `pend`
- * until all blocks have read x. */
-template <int COLS> __device__ __noinline__ void norm_x(const struct product &p, uint16_t *xs, struct shared *sh) {
+/* Products of a normed row in f32, y, with the rows of plain weights that fall to this block: by the last four warps, in the
+ * order of linear.cu's rows_kernel. The blocks with the fewest tasks are the last. */
+__device__ __forceinline__ void plain_rows(const struct product &p, const float *y, int row, struct shared *sh) {
+    int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31, chunks = (p.k + 255) / 256;
+    int parts = chunks >= 16  ? 4
+                : chunks >= 8 ? 2
+                              : 1,
+        c0 = chunks * warp / parts, c1 = warp < parts ? chunks * (warp + 1) / parts : c0;
+    bool exact = p.mode == X_F16X2;
+    for (int j = 0, row0 = 0; j < p.n_plain; row0 += p.plain[j++].n) {
+        const struct plain_target &t = p.plain[j];
+        bool bf16 = t.format == QL_FORMAT_BF16;
+        for (int i = gridDim.x - 1 - blockIdx.x; i < row0 + t.n; i += gridDim.x) {
+            if (i < row0) {
+                continue;
+            }
+            const uint8_t *w = t.w + (int64_t)(i - row0) * p.k * 2;
+            float acc = 0.0f;
+            for (int first = c0; first < c1; first += 5) {
+                uint4 raw[5]; /* all loads before the first use */
+#pragma unroll
+                for (int c = 0; c < 5; c++) {
+                    int at = (first + c) * 256 + lane * 8;
+                    raw[c] = first + c < c1 && at < p.k ? load_stream(w + (int64_t)at * 2) : make_uint4(0, 0, 0, 0);
+                }
+#pragma unroll
+                for (int c = 0; c < 5; c++) {
+                    int at = (first + c) * 256 + lane * 8;
+                    if (first + c < c1 && at < p.k) {
+                        const uint32_t u[4] = {raw[c].x, raw[c].y, raw[c].z, raw[c].w};
+#pragma unroll
+                        for (int e = 0; e < 8; e++) {
+                            uint32_t h = e & 1 ? u[e / 2] >> 16 : u[e / 2] & 0xffff;
+                            acc = fmaf(bf16 ? f32_of_bf16(h) : f32_of_f16((uint16_t)h),
+                                       exact ? y[at + e] : round_bf16(y[at + e]), acc);
+                        }
+                    }
+                }
+            }
+            acc = warp_sum(acc);
+            if (lane == 0) {
+                sh->plain[warp] = acc;
+            }
+            sync_four();
+            if (warp == 0 && lane == 0) {
+                float v = sh->plain[0];
+                for (int q = 1; q < parts; q++) {
+                    v += sh->plain[q];
+                }
+                t.y[row * t.ldy + i - row0] = v;
+            }
+            sync_four();
+        }
+    }
+}
+
+/* Residual addition and norm of a row, its columns to xs, for plain weights in f32 to y; the sums are those of norm.cu. This
+ * block's share of x + delta waits in `pend` until all blocks have read x. */
+template <int COLS>
+__device__ __forceinline__ void norm_x(const struct product &p, int row, const float4 w[NORM_KEEP], uint16_t *xs,
+                                       float *y, struct shared *sh) {
     /* Eight warps, a lane the work of four neighbouring threads of the norm kernel: columns 4 t .. 4 t + 3 of each 1,024. */
     constexpr int WARPS = NORM_THREADS / 128;
-    const struct run &r = sh->run;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, stride = x_stride(p.k, p.format), parts = p.delta_parts;
     int k = warp < WARPS ? p.k : 0, at = 4 * threadIdx.x;
-    int lo = (int)((int64_t)p.k * blockIdx.x / gridDim.x), hi = (int)((int64_t)p.k * (blockIdx.x + 1) / gridDim.x);
-    for (int row = 0; row < r.n_row; row++) {
-        const float *x = p.x + row * p.ldx, *delta = p.delta + row * p.k;
-        float4 v[NORM_KEEP], w[NORM_KEEP], d[2][NORM_KEEP]; /* all loads before the first use */
-        const float4 none = make_float4(0, 0, 0, 0);
+    bool plain = p.n_plain > 0;
+    const float *x = p.x + row * p.ldx, *delta = p.delta + row * p.k;
+    const float4 none = make_float4(0, 0, 0, 0);
+    float4 v[NORM_KEEP];
+    if (warp < WARPS) {
+        float4 d[2][NORM_KEEP]; /* all loads before the first use */
 #pragma unroll
         for (int j = 0; j < NORM_KEEP; j++) {
             int i = j * NORM_THREADS + at;
@@ -308,36 +371,31 @@ template <int COLS> __device__ __noinline__ void norm_x(const struct product &p,
             d[1][j] = i < k && parts >= 2 ? load_fresh4(delta + p.delta_stride + i) : none;
         }
         float sum[4] = {};
+        if (parts >= 2) {
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                d[0][j] = add4(d[0][j], d[1][j]);
+            }
+        }
+        if (parts == 4) {
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                int i = j * NORM_THREADS + at;
+                if (i < k) {
+                    d[0][j] = add4(d[0][j], add4(load_fresh4(delta + 2 * p.delta_stride + i),
+                                                 load_fresh4(delta + 3 * p.delta_stride + i)));
+                }
+            }
+        }
 #pragma unroll
         for (int j = 0; j < NORM_KEEP; j++) {
-            int i = j * NORM_THREADS + at;
-            if (parts > 0 && i < k) {
-                float4 &a = d[0][j];
-                if (parts >= 2) {
-                    a = add4(a, d[1][j]);
-                }
-                if (parts == 4) {
-                    a = add4(a, add4(load_fresh4(delta + 2 * p.delta_stride + i),
-                                     load_fresh4(delta + 3 * p.delta_stride + i)));
-                }
-                v[j] = add4(v[j], a);
-                const float *e = &v[j].x;
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    if (i + c >= lo && i + c < hi) {
-                        sh->pend[row][i + c - lo] = e[c];
-                    }
-                }
+            if (parts > 0) {
+                v[j] = add4(v[j], d[0][j]);
             }
             sum[0] = fmaf(v[j].x, v[j].x, sum[0]);
             sum[1] = fmaf(v[j].y, v[j].y, sum[1]);
             sum[2] = fmaf(v[j].z, v[j].z, sum[2]);
             sum[3] = fmaf(v[j].w, v[j].w, sum[3]);
-        }
-#pragma unroll
-        for (int j = 0; j < NORM_KEEP; j++) { /* on their way during the sum */
-            int i = j * NORM_THREADS + at;
-            w[j] = i < k ? load_fresh4(p.norm + i) : none;
         }
         /* A warp of the norm kernel is eight lanes here; it adds lanes 16, 8, 4, 2, 1 apart. */
 #pragma unroll
@@ -347,41 +405,75 @@ template <int COLS> __device__ __noinline__ void norm_x(const struct product &p,
                 sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
             }
         }
-        if ((lane & 7) == 0 && warp < WARPS) {
+        if ((lane & 7) == 0) {
             sh->part[warp * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
         }
-        sync_warps();
-        float scale = 1.0f / sqrtf(warp_sum(sh->part[lane]) / (float)p.k + p.eps), most = 0.0f, back;
+    } else if (parts > 0) {
+        int lo = share_begin(p.k, blockIdx.x), n = share_begin(p.k, blockIdx.x + 1) - lo;
+        for (int i = threadIdx.x - 32 * WARPS; i < n; i += N_THREAD - 32 * WARPS) {
+            sh->pend[row][i] = load_fresh(x + lo + i) + add_parts(delta + lo + i, parts, p.delta_stride);
+        }
+    }
+    sync_warps();
+    float scale = 1.0f / sqrtf(warp_sum(sh->part[lane]) / (float)p.k + p.eps), most = 0.0f, back;
+    if (warp < WARPS) {
 #pragma unroll
         for (int j = 0; j < NORM_KEEP; j++) {
             v[j] = make_float4((v[j].x * scale) * (1.0f + w[j].x), (v[j].y * scale) * (1.0f + w[j].y),
                                (v[j].z * scale) * (1.0f + w[j].z), (v[j].w * scale) * (1.0f + w[j].w));
-            most = larger_x4(most, v[j], mode_of<COLS>(p));
+            most = largest4(most, v[j]);
+            int i = j * NORM_THREADS + at;
+            if (plain && i < k) {
+                *(float4 *)(y + i) = v[j];
+            }
         }
         most = warp_max(most);
+    }
+    if (lane == 0) {
+        sh->most[warp] = most;
+    }
+    sync_warps();
+    most = warp_max(lane < N_WARP ? sh->most[lane] : 0.0f);
+    bool infinite = COLS == 2 && most > 0x1.fffffep127f;
+    if (infinite || (COLS == 1 && p.mode != X_E4M3_AS_F16 && most > 0x1.fffffep127f)) {
+        most = 0.0f;
+        if (warp < WARPS) {
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                most = larger_x4(most, v[j], mode_of<COLS>(p));
+            }
+            most = warp_max(most);
+        }
+        sync_warps();
         if (lane == 0) {
             sh->most[warp] = most;
         }
         sync_warps();
-        float up = x_factor(warp_max(lane < N_WARP ? sh->most[lane] : 0.0f), mode_of<COLS>(p), &back);
-        if (threadIdx.x == 0) {
-            sh->xscale[row] = back * WEIGHT_UNIT;
-            sh->norm_scale[row] = scale;
-        }
+        most = warp_max(lane < N_WARP ? sh->most[lane] : 0.0f);
+    }
+    float up = x_factor(most, mode_of<COLS>(p), &back);
+    if (threadIdx.x == 0) {
+        sh->xscale[row] = back * WEIGHT_UNIT;
+    }
+    if (warp < WARPS) {
 #pragma unroll
         for (int j = 0; j < NORM_KEEP; j++) {
             int i = j * NORM_THREADS + at;
             if (i < k) {
-                put_x<COLS>(xs + row * COLS * stride + i, stride, &v[j].x, up, p.mode);
+                put_x<COLS>(xs + i, stride, v[j], up, p.mode);
             }
         }
-        sync_warps(); /* the row is there, part and most have been read */
+    }
+    sync_warps(); /* the row is there, part and most have been read */
+    if (infinite) {
+        zero_beside_infinity<COLS>(xs, stride, p.k);
     }
 }
 
 /* The block's part of the rows at p.x. */
-template <int COLS> __device__ __noinline__ void slices_x(const struct product &p, uint16_t *xs, struct shared *sh) {
-    const struct run &r = sh->run;
+template <int COLS>
+__device__ __forceinline__ void slices_x(const struct run &r, const struct product &p, uint16_t *xs,
+                                         struct shared *sh) {
     int slices = p.n_slice >> p.log_parts, per = warps_of_slice(slices), each = 32 * per;
     int k = slices * p.ks, stride = x_stride(k, p.format), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int slice = warp / per, t = threadIdx.x - slice * each, at = slice * p.ks;
@@ -397,14 +489,30 @@ template <int COLS> __device__ __noinline__ void slices_x(const struct product &
         }
 #pragma unroll
         for (int j = 0; j < X_KEEP / 4; j++) {
-            most = larger_x4(most, v[j], mode_of<COLS>(p));
+            most = largest4(most, v[j]);
         }
         most = warp_max(most);
         if (lane == 0) {
             sh->most[warp] = most;
         }
         sync_warps();
-        most = warp_max(lane < per ? sh->most[slice * per + lane] : 0.0f);
+        auto of_slice = [&]() { return warp_max(lane < per && slice < slices ? sh->most[slice * per + lane] : 0.0f); };
+        most = of_slice();
+        bool infinite = warp_max(lane < N_WARP ? sh->most[lane] : 0.0f) > 0x1.fffffep127f;
+        if (infinite) {
+            most = 0.0f;
+#pragma unroll
+            for (int j = 0; j < X_KEEP / 4; j++) {
+                most = larger_x4(most, v[j], mode_of<COLS>(p));
+            }
+            most = warp_max(most);
+            sync_warps();
+            if (lane == 0) {
+                sh->most[warp] = most;
+            }
+            sync_warps();
+            most = of_slice();
+        }
         float up = x_factor(most, mode_of<COLS>(p), &back);
         if (t == 0 && n > 0) {
             sh->xscale[row * slices + slice] = back * WEIGHT_UNIT;
@@ -413,10 +521,13 @@ template <int COLS> __device__ __noinline__ void slices_x(const struct product &
         for (int j = 0; j < X_KEEP / 4; j++) {
             int i = 4 * (j * each + t);
             if (i < n) {
-                put_x<COLS>(xs + row * COLS * stride + at + i, stride, &v[j].x, up, p.mode);
+                put_x<COLS>(xs + row * COLS * stride + at + i, stride, v[j], up, p.mode);
             }
         }
         sync_warps();
+        if (infinite) {
+            zero_beside_infinity<COLS>(xs + row * COLS * stride, stride, k);
+        }
     }
 }
 
@@ -424,27 +535,11 @@ template <int COLS> __device__ __noinline__ void slices_x(const struct product &
 
 template <int N> struct constant { static constexpr int value = N; };
 
-/* A lane's part of x for one tile. Lanes without a column hold zeros, and keep them. */
-template <int FMT> struct x_tile {
-    static constexpr int LOADS = tile_k(FMT) / 32;
-    uint4 v[LOADS];
-    __device__ __forceinline__ void load(uint32_t from, int has_x) {
-#pragma unroll
-        for (int j = 0; j < LOADS; j++) {
-            asm volatile("{\n.reg .pred has;\nsetp.ne.s32 has, %5, 0;\n"
-                         "@has ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
-                         : "+r"(v[j].x), "+r"(v[j].y), "+r"(v[j].z), "+r"(v[j].w)
-                         : "r"(from + 16 * j), "r"(has_x));
-        }
-    }
-};
-
 /* A unit of n tiles: codes, scales and x are shared addresses of this lane's first; into [row][16]. t, row0 and first tell
  * block scales apart. */
 template <int FMT, int COLS>
 __device__ __forceinline__ void compute(const struct chain_target &t, int row0, int first, int n, uint32_t codes,
-                                        uint32_t scales, uint32_t x, int has_x, x_tile<FMT> b[2], int n_row, int k,
-                                        float *out, int lane) {
+                                        uint32_t scales, uint32_t x, int n_row, int k, float *out, int lane) {
     constexpr int KT = tile_k(FMT);
     constexpr bool FP4 = FMT == QL_FORMAT_NVFP4, BLOCK = FMT == QL_FORMAT_FP8_BLOCK;
     const float *bs = NULL, *bs8 = NULL;
@@ -460,9 +555,15 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
     /* N tiles: loads of weights before the first use, those of x a tile ahead. */
     auto tiles = [&](auto count) {
         constexpr int N = decltype(count)::value;
-        uint4 w[N];
+        uint4 w[N], b[2][KT / 32];
         uint32_t s[N];
-        b[0].load(x, has_x);
+        auto load_x = [&](int m) {
+#pragma unroll
+            for (int j = 0; j < KT / 32; j++) {
+                b[m & 1][j] = load_shared4(x + m * KT * 2 + 16 * j);
+            }
+        };
+        load_x(0);
 #pragma unroll
         for (int m = 0; m < N; m++) {
             w[m] = load_shared4(codes + m * TILE_BYTES);
@@ -472,10 +573,10 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
         for (int m = 0; m < N; m++) {
             uint32_t a[KT / 16][4];
             if (m + 1 < N) {
-                b[m + 1 & 1].load(x + (m + 1) * KT * 2, has_x);
+                load_x(m + 1);
             }
             sum.decode(w[m], s[m], a);
-            sum.multiply(0, a, b[m & 1].v);
+            sum.multiply(0, a, b[m & 1]);
             int end = t.col_off / KT + first + i + m + 1;
             if (BLOCK && (end % (QL_FP8_BLOCK / KT) == 0 || i + m + 1 == n)) {
                 int at = (end - 1) / (QL_FP8_BLOCK / KT);
@@ -501,40 +602,54 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
     sum.store(out, n_row, lane);
 }
 
-/* The finished sum of a weight row (0..15 of its tile) and row of x, from the units of its piece. */
-__device__ __noinline__ float finish(const struct run &r, const struct product &p, float f, int row, int in_tile,
-                                     const float *units, const struct shared *sh) {
-    int slices = p.n_slice >> p.log_parts;
-    float slice[MAX_SLICES];
+/* The tree over N slices of a weight row: u is the first slice's first unit, whose neighbours are `step` away. */
+template <int N>
+__device__ __forceinline__ float add_slices(const float *u, int step, int per_slice, const float *xscale, float f) {
+    float v[MAX_SLICES];
 #pragma unroll
-    for (int q = 0; q < MAX_SLICES; q++) {
-        slice[q] = 0.0f;
-        if (q < slices) {
-            const float *u = units + (q * p.per_slice * r.n_row + row) * 16 + in_tile;
-            float v = u[0];
-#pragma unroll 4
-            for (int j = 1; j < p.per_slice; j++) {
-                v += u[j * r.n_row * 16];
-            }
-            slice[q] = __fmul_rn(v, sh->xscale[row * slices + q] * f);
+    for (int q = 0; q < N; q++) {
+        v[q] = u[q * per_slice * step];
+    }
+#pragma unroll(N == 1 ? 8 : N == 2 ? 4 : 2)
+    for (int j = 1; j < per_slice; j++) {
+#pragma unroll
+        for (int q = 0; q < N; q++) {
+            v[q] += u[(q * per_slice + j) * step];
         }
     }
-    return slice_tree(slice, slices);
+#pragma unroll
+    for (int q = 0; q < N; q++) {
+        v[q] = __fmul_rn(v[q], xscale[q] * f);
+    }
+    return slice_tree(v, N);
+}
+
+/* The finished sum of slices q .. q + n - 1 of a weight row (0..15 of its tile) and row of x, from the units of its piece. */
+__device__ __noinline__ float finish(const struct shared *sh, const struct product &p, float f, int n_row, int row,
+                                     int q, int n, const float *units) {
+    int step = n_row * 16;
+    const float *u = units + (q * p.per_slice * n_row + row) * 16 + (threadIdx.x & 15),
+                *xscale = sh->xscale + row * (p.n_slice >> p.log_parts) + q;
+    switch (n) {
+    case 1: return add_slices<1>(u, step, p.per_slice, xscale, f);
+    case 2: return add_slices<2>(u, step, p.per_slice, xscale, f);
+    case 4: return add_slices<4>(u, step, p.per_slice, xscale, f);
+    default: return add_slices<8>(u, step, p.per_slice, xscale, f);
+    }
 }
 
 /* All rows of a task, by one warp. */
-__device__ __noinline__ void finish_task(const struct shared *sh, const struct product &p, int task, const float *units,
-                                         const struct extra *x) {
-    const struct run &r = sh->run;
+__device__ __forceinline__ void finish_task(const struct run &r, const struct shared *sh, const struct product &p,
+                                            int task, const float *units, const struct extra *x) {
     int lane = threadIdx.x & 31, in_tile = lane & 15, half = lane >> 4;
     struct piece_of at = find_piece_of(p, task, 0);
     const struct chain_target &t = *at.t;
-    int wr = at.row_tile * TILE_ROWS + in_tile;
+    int wr = at.row_tile * TILE_ROWS + in_tile, slices = p.n_slice >> p.log_parts;
     if (p.epilogue == GATED) {
         const struct chain_target &mine = p.target[half];
         float f = mine.row_scale ? x->scale[half][in_tile] : mine.factor;
         for (int row = 0; row < r.n_row; row++) {
-            float v = finish(r, p, f, row, in_tile, units + half * p.units * r.n_row * 16, sh);
+            float v = finish(sh, p, f, r.n_row, row, 0, slices, units + half * p.units * r.n_row * 16);
             float up = __shfl_down_sync(0xffffffffu, v, 16);
             if (half == 0) {
                 t.y[row * t.ldy + wr] = silu(v) * up;
@@ -550,7 +665,7 @@ __device__ __noinline__ void finish_task(const struct shared *sh, const struct p
             float x0 = fresh ? 0.0f : x->tail[s][0][in_tile], x1 = fresh ? 0.0f : x->tail[s][1][in_tile],
                   x2 = fresh ? 0.0f : x->tail[s][2][in_tile];
             for (int row = sh->seg_row[s]; row < sh->seg_row[s + 1]; row++) {
-                float x3 = finish(r, p, f, row, in_tile, units, sh);
+                float x3 = finish(sh, p, f, r.n_row, row, 0, slices, units);
                 if (half == 0) {
                     p.u[row * t.n + wr] = silu(fmaf(w.w, x3, fmaf(w.z, x2, fmaf(w.y, x1, w.x * x0))));
                 }
@@ -567,30 +682,40 @@ __device__ __noinline__ void finish_task(const struct shared *sh, const struct p
         }
         return;
     }
+    float *y = t.y + at.part * p.part_stride + wr;
+    if (r.n_row == 1 && slices > 1) { /* half of the tree each */
+        float v = finish(sh, p, f, 1, 0, half * slices / 2, slices / 2, units);
+        v += __shfl_down_sync(0xffffffffu, v, 16);
+        if (half == 0) {
+            *y = v;
+        }
+        return;
+    }
     for (int row = half; row < r.n_row; row += 2) {
-        t.y[at.part * p.part_stride + row * t.ldy + wr] = finish(r, p, f, row, in_tile, units, sh);
+        y[row * t.ldy] = finish(sh, p, f, r.n_row, row, 0, slices, units);
     }
 }
 
 /* The finishing warp, all products of the run: a task when its units are in, in order; after the last of a product it says
  * that the block's part is written. */
-__device__ void finish_all(struct shared *sh, const float *sets, const uint8_t *extras) {
-    const struct run &r = sh->run;
-    unsigned last = *(volatile unsigned *)&r.edges->base + gridDim.x * r.n_op;
+__device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t *room) {
+    const float *sets = (const float *)(room + r.sets_at);
+    const uint8_t *extras = room + r.extras_at;
+    unsigned last = sh->base + gridDim.x * r.n_op;
     int n = 0, lane = threadIdx.x & 31;
     for (int i = 0; i < r.n_op; i++) {
-        if (r.op[i].kind != PRODUCT) {
+        if (sh->op[i].kind != PRODUCT) {
             continue;
         }
-        const struct product &p = r.op[i].product;
-        int all = all_units(p), left = tasks_of(p);
+        const struct product &p = sh->op[i].product;
+        int all = all_units(p), left = p.tasks;
         for (int task = blockIdx.x; left-- > 0; task += gridDim.x, n++) {
             int set = n % SUM_SETS;
             if (lane == 0) { /* for the arrivals that there are not */
                 barrier_arrive(shared_address(&sh->summed[set]), SUM_ARRIVALS - all - (left == 0 ? N_WARP : 0));
             }
             barrier_wait(shared_address(&sh->summed[set]), n / SUM_SETS & 1);
-            finish_task(sh, p, task, sets + set * r.set_floats,
+            finish_task(r, sh, p, task, sets + set * r.set_floats,
                         (const struct extra *)(extras + n % AHEAD * r.extra_bytes));
             __syncwarp();
             if (lane == 0) {
@@ -605,96 +730,20 @@ __device__ void finish_all(struct shared *sh, const float *sets, const uint8_t *
     }
 }
 
-/* A row of a plain weight by four warps, in the order of linear.cu's rows_kernel: x is the norm again, in f32. */
-__device__ __noinline__ void plain_row(const struct product &p, const struct plain_target &t, int wr,
-                                       struct shared *sh) {
-    int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, chunks = (p.k + 255) / 256;
-    int parts = chunks >= 16 ? 4 : chunks >= 8 ? 2 : 1, c0 = chunks * warp / parts, c1 = chunks * (warp + 1) / parts;
-    bool bf16 = t.format == QL_FORMAT_BF16, exact = p.mode == X_F16X2;
-    for (int row = 0; row < sh->run.n_row; row++) {
-        float acc = 0.0f, scale = sh->norm_scale[row];
-        const float *x = p.x + row * p.ldx, *delta = p.delta + row * p.k;
-#pragma unroll 2
-        for (int c = c0; c < c1 && warp < parts; c++) {
-            int i = c * 256 + lane * 8;
-            if (i < p.k) {
-                uint4 raw = load_stream(t.w + ((int64_t)wr * p.k + i) * 2);
-                float4 v[2], d[2][4], g[2];
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    v[h] = load_fresh4(x + i + 4 * h);
-                    g[h] = __ldg((const float4 *)(p.norm + i + 4 * h));
-#pragma unroll
-                    for (int q = 0; q < 4; q++) {
-                        d[h][q] = q < p.delta_parts ? load_fresh4(delta + q * p.delta_stride + i + 4 * h)
-                                                    : make_float4(0, 0, 0, 0);
-                    }
-                }
-                const uint32_t u[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    auto at = [&](const float4 f[2]) {
-                        const float4 &h = f[e / 4];
-                        return e % 4 == 0 ? h.x : e % 4 == 1 ? h.y : e % 4 == 2 ? h.z : h.w;
-                    };
-                    auto part = [&](int q) {
-                        const float4 &h = d[e / 4][q];
-                        return e % 4 == 0 ? h.x : e % 4 == 1 ? h.y : e % 4 == 2 ? h.z : h.w;
-                    };
-                    float y = at(v);
-                    if (p.delta_parts > 0) {
-                        float sum = part(0);
-                        sum = p.delta_parts >= 2 ? sum + part(1) : sum;
-                        sum = p.delta_parts == 4 ? sum + (part(2) + part(3)) : sum;
-                        y += sum;
-                    }
-                    y = (y * scale) * (1.0f + at(g));
-                    uint32_t h = e & 1 ? u[e / 2] >> 16 : u[e / 2] & 0xffff;
-                    acc = fmaf(bf16 ? f32_of_bf16(h) : f32_of_f16((uint16_t)h), exact ? y : round_bf16(y), acc);
-                }
-            }
-        }
-        acc = warp_sum(acc);
-        if (lane == 0) {
-            sh->plain[warp] = acc;
-        }
-        sync_four();
-        if ((threadIdx.x & 127) == 0) {
-            float v = sh->plain[0];
-            for (int q = 1; q < parts; q++) {
-                v += sh->plain[q];
-            }
-            t.y[row * t.ldy + wr] = v;
-        }
-        sync_four();
-    }
-}
-
 /* The units of a product are dealt to the warps in turn, from the first warp and the block's first task on. A warp walks over
  * its own; it says of each that its sums are in, and at the end once more that it is done. */
 template <int FMT, int COLS>
-__device__ __forceinline__ void multiply(const struct product &p, const struct unit_at *unit, const uint8_t *ring,
-                                         const uint16_t *xs, float *sets, struct shared *sh, struct walk at) {
-    const struct run &r = sh->run;
+__device__ __forceinline__ void multiply(const struct run &r, const struct product &p, const struct unit_at *unit,
+                                         uint8_t *room, struct shared *sh) {
     constexpr int KT = tile_k(FMT);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (warp < 4) { /* the blocks with the fewest tasks are the last */
-        for (int j = 0, row0 = 0; j < p.n_plain; row0 += p.plain[j++].n) {
-            for (int i = gridDim.x - 1 - blockIdx.x; i < row0 + p.plain[j].n; i += gridDim.x) {
-                if (i >= row0) {
-                    plain_row(p, p.plain[j], i - row0, sh);
-                }
-            }
-        }
-    }
-    int all = all_units(p), stages = all / p.units * p.stages, end = at.task + tasks_of(p), task0 = at.task;
-    int n_row = r.n_row, k = p.k, n_slot = r.n_slot, by_slot = r.by_slot, dealt = p.dealt, set_floats = r.set_floats;
-    int has_x = (lane >> 2) < n_row * COLS;
-    uint32_t x = shared_address(xs + (lane >> 2) * x_stride(p.k >> p.log_parts, FMT) + (lane & 3) * (KT / 4)),
-             codes = shared_address(ring) + lane * 16, scales = shared_address(ring) + lane * 2,
+    int all = all_units(p), stages = all / p.units * p.stages, task0 = p.task0, end = task0 + p.tasks;
+    int dealt = p.dealt;
+    int column =
+        min(lane >> 2, r.n_row * COLS - 1); /* results of the columns that there are not depend on them alone */
+    uint32_t x = shared_address(room + r.x_at) + column * x_stride(p.k >> p.log_parts, FMT) * 2 + (lane & 3) * (KT / 2),
              full = shared_address(sh->full);
-    x_tile<FMT> b[2] = {};
-    int u = warp, task = warp < dealt ? at.task : end, stage = at.stage;
+    int u = warp, task = warp < dealt ? task0 : end, stage = p.stage0;
 #pragma unroll 1
     for (;; u += dealt) {
         for (; u >= all; u -= all, task++) {
@@ -703,9 +752,14 @@ __device__ __forceinline__ void multiply(const struct product &p, const struct u
         if (task >= end) {
             break;
         }
-        const struct unit_at w = unit[u];
-        int set = task % SUM_SETS, in = stage + w.stage, turn = in * by_slot >> 16, slot = in - turn * n_slot;
-        uint32_t slot_at = slot * SLOT_BYTES;
+        uint4 raw = load_shared4(shared_address(unit + u));
+        const struct unit_at w = {(uint16_t)raw.x, (uint16_t)(raw.x >> 16), raw.y,
+                                  (uint16_t)raw.z, (uint16_t)(raw.z >> 16), raw.w};
+        int set = (unsigned)task % SUM_SETS, in = stage + w.stage, turn = in * r.by_slot >> 16,
+            slot = in - turn * r.n_slot;
+        int fresh_lane = lane; /* so that nothing made of it takes a register outside the loop */
+        asm volatile("" : "+r"(fresh_lane));
+        uint32_t slot_at = shared_address(room + RING_AT) + slot * SLOT_BYTES;
         struct piece_of q = {};
         if (FMT == QL_FORMAT_FP8_BLOCK) {
             q = find_piece_of(p, (int)blockIdx.x + (task - task0) * (int)gridDim.x, u >= p.units);
@@ -715,8 +769,9 @@ __device__ __forceinline__ void multiply(const struct product &p, const struct u
         }
         barrier_wait(full + slot * 8, turn & 1);
         compute<FMT, COLS>(q.t ? *q.t : p.target[0], q.row_tile * TILE_ROWS, q.part * tile_of(p, p.units) + w.first,
-                           w.tiles, codes + slot_at + w.codes, scales + slot_at + w.scales, x + w.x, has_x, b, n_row, k,
-                           sets + set * set_floats + u * n_row * 16, lane);
+                           w.tiles, slot_at + w.codes + fresh_lane * 16, slot_at + w.scales + fresh_lane * 2, x + w.x,
+                           r.n_row, p.k, (float *)(room + r.sets_at) + set * r.set_floats + u * r.n_row * 16,
+                           fresh_lane);
         __syncwarp();
         if (lane == 0) {
             barrier_arrive(full + (uint32_t)sizeof sh->full + slot * 8, 1);
@@ -738,8 +793,8 @@ __device__ __forceinline__ void multiply(const struct product &p, const struct u
 
 /* The rows of a segment and head, its state loaded ahead of the edge at `target` where there is one to wait for. Sums in the
  * order of gdn.cu's step_kernel and norm.cu's gated_norm. */
-__device__ __noinline__ void recur(const struct shared *sh, const struct recurrence &g, int task, float *room,
-                                   bool edge, unsigned target) {
+__device__ __forceinline__ void recur(const struct run &r, const struct shared *sh, const struct recurrence &g,
+                                      int task, float *room, bool edge, unsigned target) {
     const ql_gdn_args &a = g.a;
     int s = task / a.n_value_head, j = task - s * a.n_value_head;
     float *q = room, *k = q + D, *z = k + D, *part = z + D; /* part: [8][D] */
@@ -758,7 +813,7 @@ __device__ __noinline__ void recur(const struct shared *sh, const struct recurre
     }
     float a_log = __ldg(a.a_log + j), dt_bias = __ldg(a.dt_bias + j);
     if (edge) {
-        wait_edge(sh->run, target);
+        wait_edge(r, target);
     }
     for (int row = sh->seg_row[s]; row < sh->seg_row[s + 1]; row++) {
         const float *u = a.u + (int64_t)row * width, *v = u + (2 * a.n_key_head + j) * D + 4 * lane;
@@ -849,71 +904,86 @@ __device__ __noinline__ void recur(const struct shared *sh, const struct recurre
 
 /* ---- the kernel -------------------------------------------------------------------------------------------------- */
 
-template <int COLS> __device__ void compute_all(struct shared *sh, uint8_t *ring, uint16_t *xs, float *sets) {
-    const struct run &r = sh->run;
-    unsigned base = *(volatile unsigned *)&r.edges->base, nb = gridDim.x, last = base + nb * r.n_op;
-    const struct product *pending = NULL; /* whose residual waits in sh->pend */
-    struct walk at = {0, 0};
-    auto write_residual = [&]() {
-        if (pending) {
-            int lo = (int)((int64_t)pending->k * blockIdx.x / gridDim.x),
-                hi = (int)((int64_t)pending->k * (blockIdx.x + 1) / gridDim.x);
-            int row = threadIdx.x / PEND, i = threadIdx.x % PEND;
-            if (row < r.n_row && lo + i < hi) {
-                pending->residual[row * pending->ldx + lo + i] = sh->pend[row][i];
-            }
-            pending = NULL;
+/* What op i - 1 left in `pend`, if it did: all blocks have read x since. */
+__device__ __noinline__ void write_residual(const struct shared *sh, int n_row, int i) {
+    const struct product &p = sh->op[i > 0 ? i - 1 : 0].product;
+    if (i > 0 && sh->op[i - 1].kind == PRODUCT && p.residual) {
+        int lo = share_begin(p.k, blockIdx.x), n = share_begin(p.k, blockIdx.x + 1) - lo;
+        int row = threadIdx.x / PEND, e = threadIdx.x % PEND;
+        if (row < n_row && e < n) {
+            p.residual[row * p.ldx + lo + e] = sh->pend[row][e];
         }
-    };
-    for (int i = 0; i < r.n_op; i++) {
-        unsigned edge = base + nb * i;
-        bool arrived = false; /* the finishing warp does it */
-        if (r.op[i].kind == PRODUCT) {
-            const struct product &p = r.op[i].product;
-            struct unit_at *unit = sh->unit[i & 1];
+    }
+}
+
+template <int COLS> __device__ void compute_all(const struct run &r, struct shared *sh, uint8_t *room) {
+    uint16_t *xs = (uint16_t *)(room + r.x_at);
+    volatile int *at_op = &sh->at_op[threadIdx.x >> 5]; /* not in a register, which would be one too many */
+    *at_op = 0;
+    __syncwarp();
+#pragma unroll 1
+    while (*at_op < r.n_op) {
+        int i = *at_op;
+        bool edge = i > 0, arrived = false; /* by the finishing warp */
+        unsigned target = sh->base + gridDim.x * i;
+        enum chain_op_kind kind = sh->op[i].kind;
+        if (kind == PRODUCT) {
+            const struct product &p = sh->op[i].product;
             for (int u = threadIdx.x; u < all_units(p); u += N_THREAD) {
-                unit[u] = locate_unit(p, u);
+                sh->unit[i & 1][u] = locate_unit(p, u);
             }
-            if (i > 0) {
-                wait_edge(r, edge);
+        }
+        auto cross = [&]() {
+            if (edge) {
+                wait_edge(r, target);
+                write_residual(sh, r.n_row, *at_op);
             }
+        };
+        if (kind == PRODUCT) {
+            const struct product &p = sh->op[i].product;
             if (p.norm) {
-                if (pending) {
-                    write_residual();
+                float4 w[NORM_KEEP]; /* on their way during the wait */
+#pragma unroll
+                for (int j = 0; j < NORM_KEEP; j++) {
+                    int at = j * NORM_THREADS + 4 * threadIdx.x;
+                    w[j] =
+                        threadIdx.x < NORM_THREADS / 4 && at < p.k ? load_fresh4(p.norm + at) : make_float4(0, 0, 0, 0);
+                }
+                cross();
+                if (edge) {
                     sync_warps(); /* pend has been read */
                 }
-                norm_x<COLS>(p, xs, sh);
-                pending = p.delta ? &p : NULL;
+                for (int row = 0; row < r.n_row; row++) {
+                    int stride = x_stride(p.k, p.format) * COLS;
+                    norm_x<COLS>(p, row, w, xs + row * stride, (float *)(xs + r.n_row * stride), sh);
+                    if (p.n_plain > 0 && threadIdx.x >= N_THREAD - 128) {
+                        plain_rows(p, (float *)(xs + r.n_row * stride), row, sh);
+                    }
+                }
             } else {
-                write_residual();
-                slices_x<COLS>(p, xs, sh);
+                cross();
+                slices_x<COLS>(r, p, xs, sh);
             }
+            const struct unit_at *unit = sh->unit[*at_op & 1];
             switch (p.format) {
-            case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS>(p, unit, ring, xs, sets, sh, at); break;
-            case QL_FORMAT_FP8_BLOCK: multiply<QL_FORMAT_FP8_BLOCK, COLS>(p, unit, ring, xs, sets, sh, at); break;
-            default: multiply<QL_FORMAT_FP8_CHANNEL, COLS>(p, unit, ring, xs, sets, sh, at); break;
+            case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS>(r, p, unit, room, sh); break;
+            case QL_FORMAT_FP8_BLOCK: multiply<QL_FORMAT_FP8_BLOCK, COLS>(r, p, unit, room, sh); break;
+            default: multiply<QL_FORMAT_FP8_CHANNEL, COLS>(r, p, unit, room, sh); break;
             }
-            int tasks = tasks_of(p);
-            at.task += tasks;
-            at.stage += tasks * p.stages * (p.epilogue == GATED ? 2 : 1);
-            arrived = tasks > 0;
-        } else if (r.op[i].kind == RECURRENCE) {
-            const struct recurrence &g = r.op[i].gdn;
-            bool wait = i > 0;
+            arrived = p.tasks > 0;
+        } else if (kind == RECURRENCE) {
+            const struct recurrence &g = sh->op[i].gdn;
             for (int task = blockIdx.x; task < r.n_seg * g.a.n_value_head; task += gridDim.x) {
-                recur(sh, g, task, (float *)xs, wait, edge);
-                wait = false;
+                recur(r, sh, g, task, (float *)xs, edge, target);
+                edge = false;
             }
-            if (wait) {
-                wait_edge(r, edge);
+            if (edge) {
+                wait_edge(r, target);
             }
-            write_residual();
+            write_residual(sh, r.n_row, *at_op);
         } else {
-            const struct combine &c = r.op[i].combine;
-            if (i > 0) {
-                wait_edge(r, edge);
-            }
-            write_residual();
+            const struct combine &c = sh->op[i].combine;
+            cross();
             for (int e = blockIdx.x * N_THREAD + threadIdx.x; e < c.n; e += gridDim.x * N_THREAD) {
                 c.to[e] = add_parts(c.from + e, c.parts, c.stride);
             }
@@ -921,13 +991,17 @@ template <int COLS> __device__ void compute_all(struct shared *sh, uint8_t *ring
         if (!arrived) {
             sync_warps();
             if (threadIdx.x == 0) {
-                arrive(r, i + 1 == r.n_op, last);
+                arrive(r, *at_op + 1 == r.n_op, sh->base + gridDim.x * r.n_op);
             }
         }
+        i = *at_op + 1;
+        __syncwarp();
+        *at_op = i;
+        __syncwarp();
     }
-    if (pending) {
-        wait_edge(r, last);
-        write_residual();
+    if (sh->op[r.n_op - 1].kind == PRODUCT && sh->op[r.n_op - 1].product.residual) {
+        wait_edge(r, sh->base + gridDim.x * r.n_op);
+        write_residual(sh, r.n_row, r.n_op);
     }
 }
 #endif
@@ -936,13 +1010,11 @@ template <int COLS>
 __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_constant__ struct run args) {
 #if HAVE_WGMMA
     extern __shared__ __align__(128) uint8_t room[];
-    uint8_t *ring = room, *x = ring + args.n_slot * SLOT_BYTES, *extras = x + args.x_bytes;
-    float *sets = (float *)(extras + AHEAD * args.extra_bytes);
-    struct shared *sh = (struct shared *)(sets + SUM_SETS * args.set_floats);
+    struct shared *sh = (struct shared *)room;
     wait_previous();
-    int words = (int)(offsetof(struct run, op) + args.n_op * sizeof(struct chain_op)) / 4;
+    int words = args.n_op * (int)sizeof(struct chain_op) / 4;
     for (int i = threadIdx.x; i < words; i += N_THREAD + 64) {
-        ((uint32_t *)&sh->run)[i] = ((const uint32_t *)&args)[i];
+        ((uint32_t *)sh->op)[i] = ((const uint32_t *)args.op)[i];
     }
     if (args.n_seg > 0 && threadIdx.x <= args.n_seg) {
         int i = threadIdx.x;
@@ -953,6 +1025,7 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
         }
     }
     if (threadIdx.x == 0) {
+#pragma unroll 1
         for (int i = 0; i < args.n_slot; i++) {
             barrier_init(shared_address(&sh->full[i]), 1);
             barrier_init(shared_address(&sh->empty[i]), 8);
@@ -964,12 +1037,27 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    if (threadIdx.x == 0) { /* this block's way through the products */
+        int task = 0, stage = 0;
+        sh->base = *(volatile unsigned *)&args.edges->base;
+        for (int i = 0; i < args.n_op; i++) {
+            if (sh->op[i].kind == PRODUCT) {
+                struct product &p = sh->op[i].product;
+                p.tasks = p.n_task > (int)blockIdx.x ? (p.n_task - 1 - (int)blockIdx.x) / (int)gridDim.x + 1 : 0;
+                p.task0 = task;
+                p.stage0 = stage;
+                task += p.tasks;
+                stage += p.tasks * p.stages * (p.epilogue == GATED ? 2 : 1);
+            }
+        }
+    }
+    __syncthreads();
     if (threadIdx.x >= N_THREAD + 32) {
-        finish_all(sh, sets, extras);
+        finish_all(args, sh, room);
     } else if (threadIdx.x < N_THREAD) {
-        compute_all<COLS>(sh, ring, (uint16_t *)x, sets);
+        compute_all<COLS>(args, sh, room);
     } else if (threadIdx.x == N_THREAD) {
-        fetch(sh->run, sh, ring, extras);
+        fetch(args, sh, room);
     }
 #else
     __trap(); /* never launched on anything but compute capability 9.0 */
@@ -983,7 +1071,7 @@ ql_status ql_chain_launch_cuda(ql_dev *dev, const struct run *r, int cols, int b
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)blocks);
     config.blockDim = dim3(N_THREAD + 64);
-    config.dynamicSmemBytes = (size_t)(r->n_slot * SLOT_BYTES + chain_fixed_bytes(r, r->n_op));
+    config.dynamicSmemBytes = (size_t)r->room_bytes;
     config.stream = cuda(dev)->stream;
     config.attrs = &together;
     config.numAttrs = 1;

@@ -12,6 +12,7 @@ struct builder {
     float *parts;          /* scratch: parts of row-parallel products */
     const float *parts_of; /* the product that waits there in parts, or NULL */
     int n_parts;
+    int x_bytes; /* of the product that needs most */
 };
 
 /* Parts of a row-parallel product: what spreads its row tiles best, and leaves x short enough for registers. 0: none. */
@@ -149,9 +150,9 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         b->parts_of = a->y;
         b->n_parts = p.parts;
     }
-    int x_bytes = a->n_row * cols * x_stride(p.k / p.parts, p.format) * 2,
+    int x_bytes = a->n_row * cols * x_stride(p.k / p.parts, p.format) * 2 + (p.n_plain > 0 ? p.k * 4 : 0),
         set = (p.epilogue == GATED ? 2 : 1) * p.units * a->n_row * 16;
-    r->x_bytes = x_bytes > r->x_bytes ? x_bytes : r->x_bytes;
+    b->x_bytes = x_bytes > b->x_bytes ? x_bytes : b->x_bytes;
     r->set_floats = set > r->set_floats ? set : r->set_floats;
     r->n_row = a->n_row;
     r->extra_bytes = extra > r->extra_bytes ? extra : r->extra_bytes;
@@ -177,7 +178,7 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
     r->op[r->n_op].kind = RECURRENCE;
     r->op[r->n_op++].gdn = recurrence{*a, g->z, g->w, g->y, g->eps};
     int room = (3 + 8) * D * (int)sizeof(float);
-    r->x_bytes = room > r->x_bytes ? room : r->x_bytes;
+    b->x_bytes = room > b->x_bytes ? room : b->x_bytes;
     return 2;
 }
 
@@ -220,9 +221,9 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
         return QL_OK;
     }
     struct run r;
-    r.n_op = r.n_row = r.n_seg = r.x_bytes = r.set_floats = r.extra_bytes = 0;
+    r.n_op = r.n_row = r.n_seg = r.set_floats = r.extra_bytes = 0;
     r.edges = (struct edges *)d->edges;
-    struct builder b = {dev, &r, 0, d->n_sm / 4 * 4, (float *)dev->scratch, NULL, 0};
+    struct builder b = {dev, &r, 0, d->n_sm / 4 * 4, (float *)dev->scratch, NULL, 0, 0};
     int products = 0;
     while (*taken < n && r.n_op < MAX_OPS - 1) {
         int used = take_product(&b, op + *taken, n - *taken);
@@ -235,13 +236,18 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
         }
         *taken += used;
     }
-    r.x_bytes = (r.x_bytes + 127) / 128 * 128;
-    r.n_slot = (SHARED_MAX - chain_fixed_bytes(&r, r.n_op + 1)) / SLOT_BYTES;
+    int x_bytes = (b.x_bytes + 127) / 128 * 128, extra_bytes = AHEAD * r.extra_bytes,
+        set_bytes = SUM_SETS * r.set_floats * (int)sizeof(float);
+    r.n_slot = (SHARED_MAX - RING_AT - x_bytes - extra_bytes - set_bytes) / SLOT_BYTES;
     r.n_slot = r.n_slot < MAX_SLOTS ? r.n_slot : MAX_SLOTS;
     if (products == 0 || r.n_slot < 2) {
         *taken = 0;
         return QL_OK;
     }
+    r.x_at = RING_AT + r.n_slot * SLOT_BYTES;
+    r.extras_at = r.x_at + x_bytes;
+    r.sets_at = r.extras_at + extra_bytes;
+    r.room_bytes = r.sets_at + set_bytes;
     r.by_slot = (int)ceil_div(1 << 16, r.n_slot);
     r.in_flight = IN_FLIGHT < r.n_slot / 2 ? IN_FLIGHT : r.n_slot / 2;
     for (int i = 0; i < r.n_op; i++) {

@@ -21,7 +21,7 @@ enum {
     MAX_UNITS = 64,                            /* of a piece */
     SUM_ARRIVALS = 2 * MAX_UNITS + N_WARP + 1, /* at a set: its units, the warps when they are done, and the rest */
     NORM_THREADS = 1024,                       /* of the norm kernel, whose order of sums this one keeps */
-    NORM_KEEP = 6,
+    NORM_KEEP = 5,
     X_KEEP = 24,
     X_MOST = 72 * 1024, /* bytes of x in shared memory that are worth fewer parts */
     PEND = 64,          /* residual numbers of a row that a block writes */
@@ -62,8 +62,9 @@ struct product {
     int units, stages;    /* of a piece */
     int dealt;            /* warps that share the units */
     int n_task, log_parts;
-    int by_slice;    /* 2^16 / per_slice, rounded up */
-    int part_stride; /* between parts of y */
+    int tasks, task0, stage0; /* of a block, known to itself: its tasks, and its tasks and stages before those */
+    int by_slice;             /* 2^16 / per_slice, rounded up */
+    int part_stride;          /* between parts of y */
     /* x: rows of ldx, or the norm of x + delta */
     const float *x;
     const float *norm, *delta;
@@ -104,7 +105,8 @@ struct edges {
 
 struct run {
     int n_op, n_row, n_seg, n_slot, by_slot, in_flight, /* by_slot: 2^16 / n_slot, rounded up */
-        x_bytes, set_floats, extra_bytes;
+        set_floats, extra_bytes;
+    int x_at, extras_at, sets_at, room_bytes;    /* of shared memory */
     const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
     struct edges *edges;
     struct chain_op op[MAX_OPS];
@@ -131,15 +133,19 @@ struct shared {
     uint64_t full[MAX_SLOTS], empty[MAX_SLOTS];
     float part[32], most[N_WARP];
     float xscale[MAX_ROWS * MAX_SLICES];
-    float norm_scale[MAX_ROWS];
     float pend[MAX_ROWS][PEND];
-    float plain[4];                        /* of each warp */
-    uint64_t summed[SUM_SETS];             /* a task's units are in their set */
+    float plain[4];            /* of each warp */
+    uint64_t summed[SUM_SETS]; /* a task's units are in their set */
+    int at_op[N_WARP];
+    unsigned base;                         /* of the edges' counter */
     int finished[SUM_SETS];                /* tasks that have left the set */
     struct unit_at unit[2][2 * MAX_UNITS]; /* of this op and the next: of a task, over its pieces */
     int seg_row[MAX_ROWS + 1], seg_pos[MAX_ROWS], seg_slot[MAX_ROWS];
-    struct run run; /* as much of it as there are ops */
+    struct chain_op op[MAX_OPS]; /* of the run */
 };
+
+/* The ring comes behind it, then what the run says. */
+enum { RING_AT = (sizeof(struct shared) + 127) / 128 * 128 };
 
 /* Units that are fetched together. */
 __device__ __host__ __forceinline__ int stage_units(int format) { return format == QL_FORMAT_NVFP4 ? 8 : 4; }
@@ -152,11 +158,5 @@ __device__ __host__ __forceinline__ int x_stride(int k, int format) { return k +
 
 /* Launches a run on `blocks` blocks, a multiple of 4 and at most one an SM. cols: columns of a row of x, 1 or 2. */
 ql_status ql_chain_launch_cuda(ql_dev *dev, const struct run *r, int cols, int blocks);
-
-/* Shared memory beside the ring. */
-static inline int chain_fixed_bytes(const struct run *r, int n_op) {
-    return r->x_bytes + AHEAD * r->extra_bytes + SUM_SETS * r->set_floats * (int)sizeof(float) +
-           (int)(offsetof(struct shared, run) + offsetof(struct run, op)) + n_op * (int)sizeof(struct chain_op);
-}
 
 #endif
