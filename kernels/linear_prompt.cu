@@ -23,10 +23,11 @@ enum {
     X_KEEP = 5
 }; /* chunks of a slice that stay in registers between their largest and the result */
 
+template <bool X8>
 __global__ void __launch_bounds__(X_THREADS)
     prepare_prompt_x(const float *x, int64_t ldx, int ks, enum x_mode mode, int kt, int n_col, float unit, uint8_t *xs,
                      float *xscale, int xscale_ld, uint32_t *flag, int n_flag) {
-    constexpr int N = 8, STEP = 8 * N; /* numbers of a chunk and of a step */
+    constexpr int N = X8 ? 16 : 8, STEP = 8 * N; /* numbers of a chunk and of a step */
     __shared__ float part[X_THREADS / 32];
     after_previous();
     int slice = blockIdx.x, row = blockIdx.y;
@@ -36,10 +37,12 @@ __global__ void __launch_bounds__(X_THREADS)
     }
     const float *from = x + row * ldx + (int64_t)slice * ks;
     bool aligned = ldx % 4 == 0 && (uintptr_t)x % 16 == 0;
-    /* Chunk q: of lane c of the weight layout, for each c, a run of 2 numbers. */
+    /* Chunk q: of lane c of the weight layout, for each c, a run of 2 numbers (4 where X8). */
     auto load = [&](int q, float v[N]) {
         int in = q % 8, at = q / 8 * STEP, apart = kt / 4;
-        if (kt == 64) {
+        if (X8) {
+            at += in / 2 * 32 + in % 2 * 4;
+        } else if (kt == 64) {
             at += in * 2;
         } else {
             at += in / 4 * 32 + in % 4 * 2;
@@ -47,9 +50,17 @@ __global__ void __launch_bounds__(X_THREADS)
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const float *f = from + at + c * apart;
-            float2 u = aligned ? *(const float2 *)f : make_float2(f[0], f[1]);
-            v[c * 2] = u.x;
-            v[c * 2 + 1] = u.y;
+            if (X8) {
+                float4 u = aligned ? *(const float4 *)f : make_float4(f[0], f[1], f[2], f[3]);
+                v[c * 4 % N] = u.z; /* the order that e4m3_codes leaves weights in */
+                v[(c * 4 + 1) % N] = u.x;
+                v[(c * 4 + 2) % N] = u.w;
+                v[(c * 4 + 3) % N] = u.y;
+            } else {
+                float2 u = aligned ? *(const float2 *)f : make_float2(f[0], f[1]);
+                v[c * 2 % N] = u.x;
+                v[(c * 2 + 1) % N] = u.y;
+            }
         }
     };
     int chunks = ks / N;
@@ -97,8 +108,18 @@ __global__ void __launch_bounds__(X_THREADS)
     };
     auto put = [&](int q, const float v[N]) {
         uint32_t w[4], rest[4];
+        if (X8) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 4; i++) {
+                w[i] = 0;
+#pragma unroll
+                for (int b = 0; b < 4; b++) {
+                    w[i] |= e4m3_of_f32(v[(4 * i + b) % N] / up) << 8 * b;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4 && !X8; i++) {
             float u[2] = {v[2 * i], v[2 * i + 1]};
             if (mode == X_BF16) {
                 w[i] = __float_as_uint(round_bf16(u[0])) >> 16 | (__float_as_uint(round_bf16(u[1])) & 0xffff0000u);
@@ -390,6 +411,10 @@ size_t ql_linear_prompt_scratch(int64_t hidden, int64_t max_row, int64_t k) {
 ql_status ql_linear_prompt_cuda(ql_dev *dev, const ql_linear_args *a, enum x_mode mode, struct products *p) {
     ql_qformat format = a->w->format;
     bool hopper = cuda(dev)->cc == 90;
+    if (mode == X_E4M3_AS_F16 && hopper && p->ks % 128 == 0 && a->w->col_off % 128 == 0) {
+        mode = X_E4M3;
+    }
+    int elem = mode == X_E4M3 ? 1 : 2;
     /* as many rows at a time as leave the tree its room */
     size_t tree = p->n_slice > 1 ? work_bytes_of(1, 1) : 0;
     tree = p->n_slice > 1 && dev->scratch_bytes / 2 > tree ? dev->scratch_bytes / 2 : tree;
@@ -412,12 +437,12 @@ ql_status ql_linear_prompt_cuda(ql_dev *dev, const ql_linear_args *a, enum x_mod
         p->xscale = mode == X_BF16 ? NULL : xscale;
         p->xscale_ld = (int)(ceil_div(rows, COL_PAD) * COL_PAD);
         p->n_row = rows;
-        QL_TRY(launch(dev, "linear: activations", prepare_prompt_x, dim3((unsigned)a->n_slice, (unsigned)rows),
-                      X_THREADS, 0, a->x + t * a->ldx, a->ldx, p->ks, mode, tile_k(format), (int)n_col,
-                      is_plain(format) ? 1.0f : WEIGHT_UNIT, xs, xscale, p->xscale_ld, p->flag,
-                      hopper && p->n_slice > 1 ? PROMPT_FLAGS : 0));
+        QL_TRY(launch(dev, "linear: activations", elem == 1 ? prepare_prompt_x<true> : prepare_prompt_x<false>,
+                      dim3((unsigned)a->n_slice, (unsigned)rows), X_THREADS, 0, a->x + t * a->ldx, a->ldx, p->ks, mode,
+                      tile_k(format), (int)n_col, is_plain(format) || elem == 1 ? 1.0f : WEIGHT_UNIT, xs, xscale,
+                      p->xscale_ld, p->flag, hopper && p->n_slice > 1 ? PROMPT_FLAGS : 0));
         if (hopper) {
-            QL_TRY(ql_linear_prompt_sm90(dev, p, format, xs + used, dev->scratch_bytes - (size_t)used));
+            QL_TRY(ql_linear_prompt_sm90(dev, p, format, elem == 1, xs + used, dev->scratch_bytes - (size_t)used));
         } else {
             p->stack = (float *)(xs + used);
             QL_TRY(run_format(dev, p, format, dev->scratch_bytes - (size_t)used));

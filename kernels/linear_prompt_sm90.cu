@@ -33,9 +33,9 @@ struct units {
 
 /* A stage: x in one place; in another the packed weights of 8 row tiles, the scales of NVFP4, and where a slice ends the
  * scales of x. */
-template <int FMT, int NT, int COLS> struct stage_of {
+template <int FMT, int NT, int COLS, bool X8> struct stage_of {
     static constexpr bool PLAIN = FMT == QL_FORMAT_F16 || FMT == QL_FORMAT_BF16;
-    static constexpr int K = 64; /* columns of K */
+    static constexpr int K = X8 ? 128 : 64; /* columns of K */
     static constexpr int X = NT * 8 * 128, TILES = PLAIN ? TILE_ROWS * K * 2 : K / tile_k(FMT) * TILE_BYTES;
     static constexpr int SCALES = FMT == QL_FORMAT_NVFP4 ? TILE_SCALE_BYTES : 0;
     static constexpr int X_SCALES = NT * 8 / COLS * 4, W = 8 * (TILES + SCALES), REST = W + X_SCALES;
@@ -166,20 +166,21 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p) {
 }
 #endif
 
-template <int FMT, int NT, int COLS>
+template <int FMT, int NT, int COLS, bool X8>
 __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
     group_kernel(const __grid_constant__ struct products p, const __grid_constant__ struct units u) {
 #if HAVE_WGMMA
-    using stage_t = stage_of<FMT, NT, COLS>;
+    using stage_t = stage_of<FMT, NT, COLS, X8>;
     constexpr int BN = 8 * NT, X = stage_t::X, W = stage_t::W, REST = stage_t::REST, COUNT = stage_t::COUNT,
                   TILES = stage_t::TILES, SCALES = stage_t::SCALES, X_SCALES = stage_t::X_SCALES, K = stage_t::K;
     constexpr bool FP4 = FMT == QL_FORMAT_NVFP4, BLOCK = FMT == QL_FORMAT_FP8_BLOCK, PLAIN = stage_t::PLAIN,
                    PROMOTE = BLOCK;
-    constexpr int TYPE = FMT == QL_FORMAT_BF16 ? WGMMA_BF16 : WGMMA_F16;
+    constexpr int TYPE = X8 ? WGMMA_E4M3 : FMT == QL_FORMAT_BF16 ? WGMMA_BF16 : WGMMA_F16;
     using sums_t = tile_sums<NT, COLS, PROMOTE>;
     /* What waits in the tree: [level][chunk, as long as a stage's x][warp][vector][lane] */
     constexpr int LEVEL = 256 * NT * 4 / COLS, CHUNKS = 4 / COLS, CHUNK_VECTORS = sums_t::VECTORS / CHUNKS,
                   PART = CHUNK_VECTORS * 32;         /* of a warp, in vectors */
+    constexpr bool TURNS = !X8;                      /* FP8 numbers need little decoding */
     constexpr int COPIERS = PLAIN ? 3 : 1;           /* warps that fetch weights */
     extern __shared__ __align__(1024) uint8_t raw[]; /* [COUNT][X], [COUNT][REST], barriers */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -190,7 +191,7 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
             barrier_init(full + 8 * i, 1 + 32 * COPIERS);
             barrier_init(empty + 8 * i, 8 * PAIR);
         }
-        barrier_init(pushed, 8);
+        barrier_init(pushed, 8 * 32); /* every lane for its own writes to the stages */
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cluster_sync();
@@ -307,7 +308,7 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-        if (warp >= 8) {
+        if (TURNS && warp >= 8) {
             turn_pass(1);
         }
         const int me = warp - 4, g = lane >> 2, c = lane & 3;
@@ -334,7 +335,7 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
         auto fetch = [&](uint32_t(&a)[4][4], int &s) {
             barrier_wait(full + 8 * stage, phase);
             const uint8_t *tile = rests + stage * REST;
-            operand<FMT> w;
+            operand<FMT, X8> w;
             w.take(tile + me * TILES, tile + 8 * TILES + me * SCALES, lane);
             w.fragments(a);
             s = stage;
@@ -371,14 +372,18 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
                         }
                     }
                     uint64_t x = descriptor_of_rows(base + s * X);
-                    turn_wait(me >> 2);
+                    if (TURNS) {
+                        turn_wait(me >> 2);
+                    }
                     wgmma_fence();
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         wgmma<TYPE, NT>(sum.acc, now[j], x + 2 * j, j ? 1 : add);
                     }
                     wgmma_commit();
-                    turn_pass(me >> 2);
+                    if (TURNS) {
+                        turn_pass(me >> 2);
+                    }
                     wgmma_wait<1>();
                     if (left < slice_steps) {
                         release(s_next); /* of the step before */
@@ -389,8 +394,8 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
                     if (announce && left == max(slice_steps - 8, 1)) {
                         if (lane == 0) {
                             bulk_wait();
-                            barrier_arrive(pushed);
                         }
+                        barrier_arrive(pushed);
                         announce = false;
                     }
                     left--;
@@ -515,7 +520,7 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
             }
         }
     }
-    if (warp >= 4 && warp < 8) {
+    if (TURNS && warp >= 4 && warp < 8) {
         turn_wait(0);
     }
     cluster_sync(); /* nobody leaves while the other block may still reach its barriers */
@@ -532,15 +537,17 @@ struct tiling {
     size_t shared;
 };
 
-template <int FMT, int NT, int COLS> static struct tiling tiling_of(void) {
-    using stage_t = stage_of<FMT, NT, COLS>;
-    return tiling{group_kernel<FMT, NT, COLS>, 8 * NT, stage_t::K, stage_t::SHARED};
+template <int FMT, int NT, int COLS, bool X8> static struct tiling tiling_of(void) {
+    using stage_t = stage_of<FMT, NT, COLS, X8>;
+    return tiling{group_kernel<FMT, NT, COLS, X8>, 8 * NT, stage_t::K, stage_t::SHARED};
 }
 
 /* The tiling that is done first: rounds of units over the pairs of SMs, times what a unit takes. */
-template <int FMT, int COLS> static ql_status run(ql_dev *dev, struct products *p, uint8_t *work, size_t work_bytes) {
+template <int FMT, int COLS, bool X8>
+static ql_status run(ql_dev *dev, struct products *p, uint8_t *work, size_t work_bytes) {
     constexpr int WIDE = FMT == QL_FORMAT_FP8_BLOCK ? 16 : 32; /* no registers for 256 columns of blocks */
-    const struct tiling some[] = {tiling_of<FMT, 8, COLS>(), tiling_of<FMT, 16, COLS>(), tiling_of<FMT, WIDE, COLS>()};
+    const struct tiling some[] = {tiling_of<FMT, 8, COLS, X8>(), tiling_of<FMT, 16, COLS, X8>(),
+                                  tiling_of<FMT, WIDE, COLS, X8>()};
     int64_t cols = (int64_t)p->n_row * COLS, m_tiles = 0, pairs = cuda(dev)->n_sm / PAIR;
     for (int i = 0; i < p->n_target; i++) {
         m_tiles += m_tiles_of(p->target[i], M_ROWS);
@@ -591,19 +598,22 @@ template <int FMT, int COLS> static ql_status run(ql_dev *dev, struct products *
     return launch(dev, "linear", best.kernel, (unsigned)grid, GROUP_THREADS, best.shared, *p, u);
 }
 
-ql_status ql_linear_prompt_sm90(ql_dev *dev, struct products *p, ql_qformat format, uint8_t *work, size_t work_bytes) {
+ql_status ql_linear_prompt_sm90(ql_dev *dev, struct products *p, ql_qformat format, bool e4m3, uint8_t *work,
+                                size_t work_bytes) {
     bool two = p->x_cols == 2;
     switch (format) {
     case QL_FORMAT_NVFP4:
-        return two ? run<QL_FORMAT_NVFP4, 2>(dev, p, work, work_bytes)
-                   : run<QL_FORMAT_NVFP4, 1>(dev, p, work, work_bytes);
+        return two ? run<QL_FORMAT_NVFP4, 2, false>(dev, p, work, work_bytes)
+                   : run<QL_FORMAT_NVFP4, 1, false>(dev, p, work, work_bytes);
     case QL_FORMAT_FP8_BLOCK:
-        return two ? run<QL_FORMAT_FP8_BLOCK, 2>(dev, p, work, work_bytes)
-                   : run<QL_FORMAT_FP8_BLOCK, 1>(dev, p, work, work_bytes);
-    case QL_FORMAT_F16: return run<QL_FORMAT_F16, 1>(dev, p, work, work_bytes);
-    case QL_FORMAT_BF16: return run<QL_FORMAT_BF16, 1>(dev, p, work, work_bytes);
+        return e4m3  ? run<QL_FORMAT_FP8_BLOCK, 1, true>(dev, p, work, work_bytes)
+               : two ? run<QL_FORMAT_FP8_BLOCK, 2, false>(dev, p, work, work_bytes)
+                     : run<QL_FORMAT_FP8_BLOCK, 1, false>(dev, p, work, work_bytes);
+    case QL_FORMAT_F16: return run<QL_FORMAT_F16, 1, false>(dev, p, work, work_bytes);
+    case QL_FORMAT_BF16: return run<QL_FORMAT_BF16, 1, false>(dev, p, work, work_bytes);
     default:
-        return two ? run<QL_FORMAT_FP8_CHANNEL, 2>(dev, p, work, work_bytes)
-                   : run<QL_FORMAT_FP8_CHANNEL, 1>(dev, p, work, work_bytes);
+        return e4m3  ? run<QL_FORMAT_FP8_CHANNEL, 1, true>(dev, p, work, work_bytes)
+               : two ? run<QL_FORMAT_FP8_CHANNEL, 2, false>(dev, p, work, work_bytes)
+                     : run<QL_FORMAT_FP8_CHANNEL, 1, false>(dev, p, work, work_bytes);
     }
 }

@@ -1,5 +1,6 @@
 /* What the prompt products of Hopper (9.0a) add to wgmma.cuh: barriers that count copies, bulk copies, pairs of blocks,
- * wgmma with A in registers for both types and every width.
+ * wgmma with A in registers for every type and width. A of one-byte numbers (K = 32): lane 4 g + c holds a[0] (row g, k 4c ..
+ * 4c + 3), a[1] (row g + 8), a[2], a[3] (k + 16).
  */
 #ifndef QL_KERNELS_CUDA_BULK_CUH
 #define QL_KERNELS_CUDA_BULK_CUH
@@ -77,7 +78,7 @@ __device__ __forceinline__ void cluster_sync(void) {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-enum wgmma_type { WGMMA_F16, WGMMA_BF16 };
+enum wgmma_type { WGMMA_F16, WGMMA_BF16, WGMMA_E4M3 };
 
 /* d = a x, or d += a x where `add` is not 0: 64 rows, 8 NT columns, K of 32 bytes. */
 template <int TYPE, int NT>
@@ -127,6 +128,10 @@ __device__ __forceinline__ void wgmma<WGMMA_BF16, 8>(float (&d)[8][4], const uin
     WGMMA_N64("k16", "bf16", ", 0");
 }
 template <>
+__device__ __forceinline__ void wgmma<WGMMA_E4M3, 8>(float (&d)[8][4], const uint32_t (&a)[4], uint64_t x, int add) {
+    WGMMA_N64("k32", "e4m3", "");
+}
+template <>
 __device__ __forceinline__ void wgmma<WGMMA_F16, 16>(float (&d)[16][4], const uint32_t (&a)[4], uint64_t x, int add) {
     WGMMA_N128("k16", "f16", ", 0");
 }
@@ -135,12 +140,20 @@ __device__ __forceinline__ void wgmma<WGMMA_BF16, 16>(float (&d)[16][4], const u
     WGMMA_N128("k16", "bf16", ", 0");
 }
 template <>
+__device__ __forceinline__ void wgmma<WGMMA_E4M3, 16>(float (&d)[16][4], const uint32_t (&a)[4], uint64_t x, int add) {
+    WGMMA_N128("k32", "e4m3", "");
+}
+template <>
 __device__ __forceinline__ void wgmma<WGMMA_F16, 32>(float (&d)[32][4], const uint32_t (&a)[4], uint64_t x, int add) {
     WGMMA_N256("k16", "f16", ", 0");
 }
 template <>
 __device__ __forceinline__ void wgmma<WGMMA_BF16, 32>(float (&d)[32][4], const uint32_t (&a)[4], uint64_t x, int add) {
     WGMMA_N256("k16", "bf16", ", 0");
+}
+template <>
+__device__ __forceinline__ void wgmma<WGMMA_E4M3, 32>(float (&d)[32][4], const uint32_t (&a)[4], uint64_t x, int add) {
+    WGMMA_N256("k32", "e4m3", "");
 }
 #endif
 

@@ -17,7 +17,11 @@
 enum { MAX_SLICES = 8, TREE_LEVELS = 3 };
 
 /* How x is prepared. */
-enum x_mode { X_F16X2, X_F16, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16 };
+enum x_mode { X_F16X2, X_F16, X_BF16_AS_F16, X_E4M3_AS_F16, X_BF16, X_E4M3 };
+
+static __host__ __device__ __forceinline__ bool is_e4m3(enum x_mode mode) {
+    return mode == X_E4M3 || mode == X_E4M3_AS_F16;
+}
 
 /* One weight and where its result goes. */
 struct target {
@@ -88,12 +92,12 @@ static inline enum x_mode quantized_mode(const ql_linear_args *a) {
 /* The larger of `most` and |v|. FP8 saturates with its scale; a power of two must fit the finite elements. */
 __device__ __forceinline__ float larger_x(float most, float v, enum x_mode mode) {
     v = fabsf(v);
-    return v > most && (mode == X_E4M3_AS_F16 || v < __uint_as_float(0x7f800000u)) ? v : most;
+    return v > most && (is_e4m3(mode) || v < __uint_as_float(0x7f800000u)) ? v : most;
 }
 
 /* What a slice of x whose largest element is `most` is multiplied with (divided by, for E4M3), and what undoes it. */
 __device__ __forceinline__ float x_factor(float most, enum x_mode mode, float *back) {
-    if (mode == X_E4M3_AS_F16) {
+    if (is_e4m3(mode)) {
         return *back = fmaxf(most, 0x1p-126f) / 448.0f;
     }
     return scale_to_f16(most, back);

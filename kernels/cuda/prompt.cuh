@@ -1,8 +1,8 @@
 /* What the prompt products of linear share: weight fragments, the targets of a launch.
  *
- * Prepared x, as prepare_prompt_x leaves it: [step][column][128 bytes], a step being 64 columns of K in the order of the
- * matrix instruction's steps over the layout of the weights (layout.h); 16-byte chunks are swizzled by the column's last
- * three bits. Columns are padded to COL_PAD, what the padding holds does not matter.
+ * Prepared x, as prepare_prompt_x leaves it: [step][column][128 bytes], a step being 64 columns of K, or 128 of one-byte
+ * numbers, in the order of the matrix instruction's steps over the layout of the weights (layout.h); 16-byte chunks are
+ * swizzled by the column's last three bits. Columns are padded to COL_PAD, what the padding holds does not matter.
  */
 #ifndef QL_KERNELS_CUDA_PROMPT_CUH
 #define QL_KERNELS_CUDA_PROMPT_CUH
@@ -11,8 +11,9 @@
 
 enum { COL_PAD = 256, PROMPT_FLAGS = 16384 };
 
-/* Prompt products for compute capability 9.0: `work` for what waits in trees. */
-ql_status ql_linear_prompt_sm90(ql_dev *dev, struct products *p, ql_qformat format, uint8_t *work, size_t work_bytes);
+/* Prompt products for compute capability 9.0: `work` for what waits in trees. e4m3: x is E4M3. */
+ql_status ql_linear_prompt_sm90(ql_dev *dev, struct products *p, ql_qformat format, bool e4m3, uint8_t *work,
+                                size_t work_bytes);
 
 /* Tiles of `rows` weight rows of a target. */
 static __host__ __device__ __forceinline__ int m_tiles_of(const struct target &t, int rows) {
@@ -23,6 +24,11 @@ static __host__ __device__ __forceinline__ int m_tiles_of(const struct target &t
 
 template <int N> struct constant { static constexpr int value = N; };
 
+/* Pairs 0 and 1 of an FP8 word as E4M3 codes, in the order 2, 0, 3, 1. */
+__device__ __forceinline__ uint32_t e4m3_codes(uint32_t w) {
+    return (w & 0x807f807fu) | ((w << 1) & 0x7f007f00u) | ((w >> 7) & 0x00800080u);
+}
+
 __device__ __forceinline__ void copy_async16_at(uint32_t shared, const void *global) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
@@ -30,9 +36,9 @@ __device__ __forceinline__ void copy_async16_at(uint32_t shared, const void *glo
 }
 
 /* A lane's share of 16 weight rows for one step. */
-template <int FMT> struct operand {
+template <int FMT, bool X8 = false> struct operand {
     static constexpr bool FP4 = FMT == QL_FORMAT_NVFP4, PLAIN = FMT == QL_FORMAT_F16 || FMT == QL_FORMAT_BF16;
-    static constexpr int N = FP4 ? 1 : PLAIN ? 4 : 2; /* 16-byte words */
+    static constexpr int N = FP4 ? 1 : PLAIN || X8 ? 4 : 2; /* 16-byte words */
     uint4 v[N];
     uint32_t s;
 
@@ -97,6 +103,12 @@ template <int FMT> struct operand {
                 a[j][1] = j & 1 ? q8.z : q8.x;
                 a[j][2] = j & 1 ? q.w : q.y;
                 a[j][3] = j & 1 ? q8.w : q8.y;
+            } else if (X8) {
+                uint4 q = v[j % N];
+                a[j][0] = e4m3_codes(q.x);
+                a[j][1] = e4m3_codes(q.z);
+                a[j][2] = e4m3_codes(q.y);
+                a[j][3] = e4m3_codes(q.w);
             } else {
                 uint4 q = v[j / 2 % N];
                 uint32_t lo = j & 1 ? q.y : q.x, hi = j & 1 ? q.w : q.z;

@@ -243,7 +243,6 @@ static double error_of(const ql_check_error *e, ql_precision precision) {
     return precision == QL_PREC_EXACT ? e->worst : e->overall;
 }
 
-
 /* ---- cases ----------------------------------------------------------------------------------------------------------- */
 
 typedef struct block {
