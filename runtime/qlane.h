@@ -125,7 +125,7 @@ typedef struct ql_options {
     const int32_t *devices; /* `lanes` CUDA ordinals, or NULL for 0, 1, ... ; only with QL_DEVICE_CUDA */
     int32_t ctx;      /* context of one sequence in tokens; 0: the model's limit or what fits, whichever is less */
     int32_t max_seqs; /* sequences that may be live at once, 1..256; default 8 */
-    int32_t chunk;    /* prompt rows of one step, a positive multiple of 64; default 512 */
+    int32_t chunk;    /* prompt rows of one step, a positive multiple of 64; default 1536 */
     ql_kv_type kv;
     ql_precision prompt_precision, gen_precision;
     const char *kernels; /* "family=name,family=name" to force variants, or NULL; unknown names are an error */

@@ -96,7 +96,7 @@ static const option table[] = {
      NULL},
     {"--ctx", OPT_INT, "N", 1, INT32_MAX, false, "the model's limit or what fits, whichever is less",
      "context in tokens", QL_CMD_RUN | QL_CMD_PLAN, AT(ctx), NULL},
-    {"--chunk", OPT_INT, "N", 64, 1 << 20, false, "512", "prompt rows of one step, a multiple of 64", SHAPE_CMDS,
+    {"--chunk", OPT_INT, "N", 64, 1 << 20, false, "1536", "prompt rows of one step, a multiple of 64", SHAPE_CMDS,
      AT(chunk), NULL},
     {"--seqs", OPT_INT, "N", 1, 256, false, "1", "sequences that a lane has room for", QL_CMD_PLAN, AT(seqs), NULL},
     {"--mem", OPT_BYTES, "BYTES", 1, (double)INT64_MAX, false, "what the device has",

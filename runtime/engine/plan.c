@@ -5,7 +5,7 @@
 #include <string.h>
 
 ql_options ql_options_default(void) {
-    return (ql_options){.size = sizeof(ql_options), .max_seqs = 8, .chunk = 512, .wait_ms = 10000, .init_ms = 20000};
+    return (ql_options){.size = sizeof(ql_options), .max_seqs = 8, .chunk = 1536, .wait_ms = 10000, .init_ms = 20000};
 }
 
 static ql_status check_range(const char *what, int64_t v, int64_t min, int64_t max, ql_error *err) {

@@ -21,7 +21,7 @@ refuses "--runs of none" 2 "--runs wants numbers from 1 to 99, not 0" bench --de
 q bench --device host --contexts 64 -n 4 --runs 1 --json
 is "--json: exit code" $rc 0
 is "--json: one line" "$(wc -l <"$tmp/out")" 1
-for part in '"version": "' '"binary_crc32": "' '"checkpoint_crc32": "' '"chunk": 512' '"kv": "f16"' \
+for part in '"version": "' '"binary_crc32": "' '"checkpoint_crc32": "' '"chunk": 1536' '"kv": "f16"' \
     '"prompt_precision": "exact"' '"context": 64' '"generated": 4' '"first_token_cold_s": ' '"first_token_warm_s": ' \
     '"prefill_tok_s": ' '"decode_tok_s": ' '"decode_bytes_per_s": ' '"decode_share_of_stream": ' '"phases": {"prefill_ms": {' \
     '"load_ms": {"files": ' '"name": "' '"link": "host"' '"driver": null' '"power_limit_w": null' '"weight_bytes": ' \

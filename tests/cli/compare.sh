@@ -61,7 +61,7 @@ is "results: what was measured" "$(json "$tmp/results" \
 # What differs without being meant to, and what may not differ at all.
 stops "another cache type" 1 "refused: two cannot be compared with one: KV cache fp8, not f16" "$one" "$two --kv fp8"
 is "nothing ran for that" "$(grep -c ' of 2: ' "$tmp/err")" 0
-stops "another chunk" 1 "refused: two cannot be compared with one: chunk 128, not 512" "$one" "$two --chunk 128"
+stops "another chunk" 1 "refused: two cannot be compared with one: chunk 128, not 1536" "$one" "$two --chunk 128"
 compare --vary chunk "$one" "$two --chunk 128"
 is "another chunk on purpose: exit code" $rc 0
 is "another chunk on purpose: the same ids" "$(grep -cE ' 6/6 +2/2$' "$tmp/out")" 2

@@ -5,7 +5,7 @@
 q plan --lanes 2
 is "plan: exit code" $rc 0
 for part in "slices       4: lane counts 1, 2, 4" "projections  9 NVFP4, 17 FP8, 6 plain" \
-    "planned      2 lanes, 1 sequence of 4096 tokens, chunk 512, f16 KV, without MTP" "weights as stored" \
+    "planned      2 lanes, 1 sequence of 4096 tokens, chunk 1536, f16 KV, without MTP" "weights as stored" \
     "query heads                         0-1              2-3" "vocabulary rows                   0-671         672-1343"; do
     has "plan has: $part" out "$part"
 done
@@ -25,13 +25,13 @@ grep -oE "$fields" "$tmp/out" | sort >"$tmp/planned"
 q run --device host --lanes 2 --json --ctx 512 --kv f32 -n 1 -p x
 grep -oE "$fields" "$tmp/out" | sort >"$tmp/held"
 is "a run holds what was planned" "$(<"$tmp/held")" "$(<"$tmp/planned")"
-q plan --mem 30M
+q plan --mem 60M
 has "plan --mem: fits or not" out "does not fit"
-has "plan --mem: largest context" out "largest context within 31,457,280 bytes: "
+has "plan --mem: largest context" out "largest context within 62,914,560 bytes: "
 fits=$(sed -nE 's/^largest context .*: ([0-9]+) tokens/\1/p' "$tmp/out")
-q run --device host --mem 30M --ctx "$fits" -n 1 -p x
+q run --device host --mem 60M --ctx "$fits" -n 1 -p x
 is "the largest planned context opens" $rc 0
-refuses "64 more tokens do not" 5 "a lane needs *" run --device host --mem 30M --ctx $((fits + 64)) -n 1 -p x
+refuses "64 more tokens do not" 5 "a lane needs *" run --device host --mem 60M --ctx $((fits + 64)) -n 1 -p x
 refuses "plan: lanes that do not divide" 2 "3 lanes do not divide this model's 4 slices *; it can run on 1, 2 or 4" \
     plan --lanes 3
 refuses "plan: MTP where there is none" 2 "this checkpoint has no multi-token-prediction layer *" \
