@@ -98,6 +98,13 @@ typedef enum ql_precision {
     QL_PREC_Q8 = 4
 } ql_precision;
 
+/* Order of the sums over input channels that lanes share.
+ *   TREE  the model's canonical slices as one tree: the same bits at any lane count.
+ *   FAST  in prompt rows each lane adds its channels in one go, which saves the seams between slices. Bits then depend on
+ *         the lane count, and still on nothing else. Generated rows, which it costs nothing, and precision Q8 keep the
+ *         tree. */
+typedef enum ql_order { QL_ORDER_TREE = 0, QL_ORDER_FAST = 1 } ql_order;
+
 typedef enum ql_log_level { QL_LOG_ERROR = 0, QL_LOG_WARN = 1, QL_LOG_INFO = 2, QL_LOG_DEBUG = 3 } ql_log_level;
 
 /* Receives one line without newline. May be called from any thread of the engine, never concurrently for one engine. */
@@ -142,6 +149,7 @@ typedef struct ql_options {
     const ql_allocator *allocator; /* copied; NULL: malloc */
     int32_t measure; /* nonzero: measure each lane's memory bandwidth once weights are there; see ql_engine_lane_info */
     int32_t profile; /* nonzero: time the phases on CUDA lanes too; generation steps then run unrecorded, slower */
+    ql_order order;
 } ql_options;
 
 QL_API ql_options ql_options_default(void);

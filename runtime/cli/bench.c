@@ -417,12 +417,13 @@ static json_t *provenance(const bench *b) {
     static const char *const precisions[] = {"", "exact", "bf16", "fp8", "q8"};
     ql_precision prompt = b->opt.prompt_precision ? b->opt.prompt_precision : b->cuda ? QL_PREC_BF16 : QL_PREC_EXACT;
     ql_precision gen = b->opt.gen_precision ? b->opt.gen_precision : QL_PREC_EXACT;
-    return json_pack("{s:s, s:o, s:I, s:s, s:s, s:o, s:s, s:I, s:i, s:s, s:s, s:s, s:s, s:s}", "version", ql_version(),
-                     "binary_crc32", text(binary), "binary_bytes", (json_int_t)bytes, "checkpoint", b->info.dir,
-                     "scheme", b->info.scheme, "checkpoint_crc32", checkpoint_hash(b), "architecture",
+    return json_pack("{s:s, s:o, s:I, s:s, s:s, s:o, s:s, s:I, s:i, s:s, s:s, s:s, s:s, s:s, s:s}", "version",
+                     ql_version(), "binary_crc32", text(binary), "binary_bytes", (json_int_t)bytes, "checkpoint",
+                     b->info.dir, "scheme", b->info.scheme, "checkpoint_crc32", checkpoint_hash(b), "architecture",
                      b->info.architecture, "checkpoint_bytes", (json_int_t)(b->info.weight_bytes + b->info.scale_bytes),
                      "chunk", b->opt.chunk, "kv", ql_cli_kv_name(b->opt.kv), "prompt_precision", precisions[prompt],
-                     "gen_precision", precisions[gen], "date", when, "machine", host);
+                     "gen_precision", precisions[gen], "order", ql_cli_order_name(b->opt.order), "date", when,
+                     "machine", host);
 }
 
 /* ---- the command --------------------------------------------------------------------------------------------------- */

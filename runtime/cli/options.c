@@ -47,7 +47,7 @@ enum {
 static const char *const device_names[] = {"host", "cuda", NULL};          /* ql_device_kind less one: no auto */
 static const char *const kv_names[] = {"f16", "f32", "bf16", "fp8", NULL}; /* ql_kv_type */
 static const char *const precision_names[] = {"exact", "bf16", "fp8", "q8", NULL}; /* ql_precision less one: no auto */
-static const char *const order_names[] = {"tree", "fast", NULL};
+static const char *const order_names[] = {"tree", "fast", NULL};                   /* ql_order */
 
 #define AT(field) offsetof(ql_cli_args, field)
 
@@ -104,8 +104,8 @@ static const option table[] = {
     {"--precision", OPT_PRECISION, "P", 0, 0, false, "exact on host lanes; on CUDA prompt=bf16,gen=exact",
      "of activations: exact, bf16, fp8 or q8, or prompt=P,gen=P", SPEED_CMDS, AT(prompt_precision), NULL},
     {"--kv", OPT_CHOICE, "TYPE", 0, 0, false, "f16", "storage of keys and values", SHAPE_CMDS, AT(kv), kv_names},
-    {"--order", OPT_CHOICE, "ORDER", 0, 0, false, "tree", "order of sums across lanes", QL_CMD_RUN, AT(order),
-     order_names},
+    {"--order", OPT_CHOICE, "ORDER", 0, 0, false, "tree",
+     "order of sums across lanes: tree has the same bits at any lane count", SPEED_CMDS, AT(order), order_names},
     {"--kernel", OPT_TEXTS, "FAMILY=NAME", 0, 0, false, NULL, "force a kernel variant; may be repeated", LANE_CMDS,
      AT(kernel), NULL},
     {"--spec", OPT_SPEC, "mtp[:K]", 1, 8, false, NULL,
@@ -139,6 +139,7 @@ static const option table[] = {
 enum { N_OPT = sizeof table / sizeof table[0] };
 
 const char *ql_cli_kv_name(ql_kv_type kv) { return kv_names[kv]; }
+const char *ql_cli_order_name(ql_order order) { return order_names[order]; }
 
 /* "f16, f32, bf16 or fp8" */
 static void list_choices(const char *const *choice, char *out, size_t cap) {
@@ -572,6 +573,9 @@ int ql_cli_fill_options(const ql_cli_args *args, ql_options *opt, char **kernels
     opt->max_seqs = args->seqs >= 0 ? (int32_t)args->seqs : 1;
     opt->prompt_precision = args->prompt_precision;
     opt->gen_precision = args->gen_precision;
+    if (args->order >= 0) {
+        opt->order = (ql_order)args->order;
+    }
     opt->verify = args->verify;
     opt->profile = args->profile;
     if (args->kernel.n) {

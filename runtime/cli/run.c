@@ -87,9 +87,6 @@ static int check_args(const ql_cli_args *args) {
     if (args->mtp) {
         return ql_cli_fail(QL_EXIT_USAGE, "--spec: speculation is not part of this version");
     }
-    if (args->order == 1) {
-        return ql_cli_fail(QL_EXIT_USAGE, "--order fast: host lanes and this build know tree only");
-    }
     return args->dump ? ql_cli_folder("--dump", args->dump) : 0;
 }
 

@@ -38,6 +38,7 @@ ql_status ql_options_check(const ql_options *o, const ql_config *config, bool ha
             err, QL_ERR_USAGE,
             "precision q8 is that of one phase alone; accepted is q8 for both, because weights are kept for it");
     }
+    QL_TRY(check_range("order", (int32_t)o->order, QL_ORDER_TREE, QL_ORDER_FAST, err));
     QL_TRY(check_range("wait_ms", o->wait_ms, 1, 86400000, err));
     QL_TRY(check_range("init_ms", o->init_ms, 1, 86400000, err));
     if (o->mtp && !has_mtp) {
@@ -74,6 +75,7 @@ ql_model_limits ql_limits_of(const ql_options *o, const ql_devices *d, int32_t c
         .kv = o->kv,
         .mtp = o->mtp != 0,
         .verify = o->verify != 0,
+        .order = o->order,
     };
     settle_precisions(o, d, &limits.prompt_precision, &limits.gen_precision);
     return limits;

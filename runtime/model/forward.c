@@ -105,7 +105,11 @@ static ql_precision precision_of(const ql_model *m, ql_phase phase) {
     return phase == QL_PHASE_PROMPT ? m->limits.prompt_precision : m->limits.gen_precision;
 }
 
-static int32_t local_slices(const ql_model *m) { return m->shard.slice1 - m->shard.slice0; }
+/* Slices that a lane's sums over its channels are cut into. */
+static int32_t local_slices(const ql_model *m, ql_phase phase) {
+    const bool in_one = m->limits.order == QL_ORDER_FAST && phase == QL_PHASE_PROMPT;
+    return in_one && m->limits.prompt_precision != QL_PREC_Q8 ? 1 : m->shard.slice1 - m->shard.slice0;
+}
 
 /* ---- pieces ------------------------------------------------------------------------------------------------- */
 
@@ -144,7 +148,7 @@ static ql_status row_parallel(ql_model *m, const ql_batch *b, const ql_weight *w
                                                  .ldx = w->k,
                                                  .ldy = w->n,
                                                  .n_row = b->n_row,
-                                                 .n_slice = local_slices(m),
+                                                 .n_slice = local_slices(m, b->phase),
                                                  .phase = b->phase,
                                                  .precision = precision_of(m, b->phase)}}}));
     lap(m, kind, mark);

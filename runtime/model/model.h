@@ -22,6 +22,7 @@ typedef struct ql_model_limits {
     bool mtp;                                     /* load the multi-token-prediction layer */
     bool verify;                                  /* compare the CRC-32 of resident slices with the file's */
     ql_precision prompt_precision, gen_precision; /* not AUTO */
+    ql_order order;
 } ql_model_limits;
 
 /* Bytes of a lane. Weights and scales "held" are as the device keeps them, "stored" at the width of the file. */

@@ -113,6 +113,7 @@ static const shape model_shapes[] = {
 static const shape prompt_shapes[] = {
     {"gate.n512.k5120", 17408, 5120, 1, 0, 5120, 1, {512, 1024}},
     {"down.n512.k17408.s8", 5120, 17408, 8, 0, 17408, 1, {512, 1024}},
+    {"down.n512.k17408.s1", 5120, 17408, 1, 0, 17408, 1, {512, 1024}},
 };
 
 /* As an engine calls it: rows without padding. */
@@ -222,6 +223,8 @@ static void list(kc_list *l) {
             add_long(l, &prompt_shapes[0], f, p, 64);
         }
         add_long(l, &prompt_shapes[1], f, QL_PREC_EXACT, 64);
+        add_long(l, &prompt_shapes[2], f, QL_PREC_EXACT, 64);
+        add_long(l, &prompt_shapes[2], f, QL_PREC_BF16, 64);
     }
 }
 

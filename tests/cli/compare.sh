@@ -99,6 +99,8 @@ stops "a refused result as the earlier one" 1 "refused: *results.json was refuse
     --with "$tmp/refused/results.json" "$one -m models/tiny"
 compare "$one -m models/tiny" "$two -m models/tiny --precision bf16"
 is "other precisions promise no equal logits" $rc 0
+compare "$one -m models/tiny --order fast" "$two -m models/tiny --order fast"
+is "nor does the fast order over lanes" $rc 0
 fake fewer '[[ "$*" != *"--lanes 2"* ]] || out=$(sed -E "s/(\"ids\": \[[0-9]+), [0-9]+/\1/" <<<"$out")'
 binary=$tmp/fewer
 stops "another number of generated ids" 1 "refused: two cannot be compared with one: \[5\] ids generated at 64, not \[6\]" \

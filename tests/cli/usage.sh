@@ -42,7 +42,7 @@ refuses "precision of an unknown phase" 2 "--precision wants *, not 'verify=bf16
 refuses "chunk of 100" 2 "--chunk wants a multiple of 64, not '100'" run -p x --chunk 100
 refuses "chunk of 0" 2 "--chunk wants an integer from 64 to 1048576, not '0'" run -p x --chunk 0
 refuses "kernel without a name" 2 "--kernel wants FAMILY=NAME, not 'linear'" run -p x --kernel linear
-refuses "fast order" 2 "--order fast: host lanes and this build know tree only" run -p x --order fast
+refuses "an order that is none" 2 "--order wants tree or fast, not 'ring'" run -p x --order ring
 refuses "speculation" 2 "--spec: speculation is not part of this version" run -p x --spec mtp:2
 refuses "speculation: unknown kind" 2 "--spec wants mtp or mtp:K with K from 1 to 8, not 'eagle'" run -p x --spec eagle
 refuses "memory: unknown unit" 2 "--mem wants a number of bytes such as 80000000000, 512M or 80G, not '10Q'" \

@@ -65,11 +65,12 @@ static void check_case(ql_engine *engine, const ql_test_case *c, bool exact, dou
     }
 }
 
-static void run_model(const ql_test_model *model, int32_t lanes, ql_kv_type kv) {
+static void run_model(const ql_test_model *model, int32_t lanes, ql_kv_type kv, ql_order order) {
     ql_test_golden golden;
     ql_test_golden_load(&golden, model);
     ql_options o = ql_test_options(model, lanes);
     o.kv = kv;
+    o.order = order;
     o.mtp = model->mtp;
     ql_engine *engine = ql_test_open(&o);
     ql_stats s = ql_test_stats(engine);
@@ -88,10 +89,11 @@ static void run_model(const ql_test_model *model, int32_t lanes, ql_kv_type kv) 
     ql_engine_close(&engine);
     ql_test_golden_free(&golden);
 
-    printf("  %-20s lanes %d kv %s  worst relative L2: hidden %.2e final %.2e logits %.2e mtp %.2e; logprob %.1e; near "
-           "ties %d\n",
-           model->name, lanes, exact ? "f32" : "f16", e.hidden, e.final_hidden, e.logits, e.mtp_logits, logprob,
-           near_ties);
+    printf(
+        "  %-20s lanes %d kv %s%s  worst relative L2: hidden %.2e final %.2e logits %.2e mtp %.2e; logprob %.1e; near "
+        "ties %d\n",
+        model->name, lanes, exact ? "f32" : "f16", order == QL_ORDER_FAST ? " fast" : "", e.hidden, e.final_hidden,
+        e.logits, e.mtp_logits, logprob, near_ties);
     fflush(stdout);
     double bound = exact ? 2e-5 : 3e-4;
     assert_true(e.hidden <= bound);
@@ -105,20 +107,28 @@ static void run_model(const ql_test_model *model, int32_t lanes, ql_kv_type kv) 
 static void all_lanes_f32(void **state) {
     const ql_test_model *model = *state;
     for (int32_t i = 0; i < model->n_lanes; i++) {
-        run_model(model, model->lanes[i], QL_KV_F32);
+        run_model(model, model->lanes[i], QL_KV_F32, QL_ORDER_TREE);
+    }
+}
+
+static void fast_order(void **state) {
+    const ql_test_model *model = *state;
+    for (int32_t i = 0; i < model->n_lanes; i++) {
+        run_model(model, model->lanes[i], QL_KV_F32, QL_ORDER_FAST);
     }
 }
 
 /* The bits are those of every lane count (samebits.c), so the least and the most suffice. */
 static void default_kv(void **state) {
     const ql_test_model *model = *state;
-    run_model(model, 1, QL_KV_F16);
-    run_model(model, model->lanes[model->n_lanes - 1], QL_KV_F16);
+    run_model(model, 1, QL_KV_F16, QL_ORDER_TREE);
+    run_model(model, model->lanes[model->n_lanes - 1], QL_KV_F16, QL_ORDER_TREE);
 }
 
 int main(int argc, char **argv) {
     ql_test_begin(argc, argv, 600);
     const struct CMUnitTest each[] = {{"f32 kv", all_lanes_f32, NULL, NULL, NULL},
+                                      {"f32 kv, fast order", fast_order, NULL, NULL, NULL},
                                       {"f16 kv", default_kv, NULL, NULL, NULL}};
-    return ql_test_run_each("golden", each, 2);
+    return ql_test_run_each("golden", each, 3);
 }

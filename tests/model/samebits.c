@@ -81,6 +81,32 @@ static void phases_apart(void **state) {
     assert_true(exact.crc != mixed.crc);
 }
 
+/* QL_ORDER_FAST depends on the lane count alone. Where every lane has one slice anyway it is the tree. */
+static void fast_order(void **state) {
+    const ql_test_model *model = *state;
+    ql_test_eight eight;
+    ql_test_answer tree[QL_TEST_EIGHT], want[QL_TEST_EIGHT];
+    ql_test_eight_init(&eight, model, FIRST);
+    ql_options o = ql_test_options(model, 1);
+    ql_test_eight_alone(&o, &eight, tree);
+    o.order = QL_ORDER_FAST;
+    for (int32_t i = 0; i < model->n_lanes; i++) {
+        o.lanes = model->lanes[i];
+        o.chunk = 512;
+        ql_engine *engine = ql_test_open(&o);
+        for (int32_t r = 0; r < QL_TEST_EIGHT; r++) {
+            want[r] = ql_test_take(ql_test_generate(engine, &eight.r[r]));
+        }
+        ql_engine_close(&engine);
+        o.chunk = 64;
+        ql_test_eight_together(&o, &eight, want);
+        if ((want[0].crc == tree[0].crc) != (o.lanes == model->slices)) {
+            fail_msg("%s: %d lanes, %d slices, CRC %08x in fast order, %08x as a tree", model->name, o.lanes,
+                     model->slices, want[0].crc, tree[0].crc);
+        }
+    }
+}
+
 /* ---- the order of addition matters ------------------------------------------------------------------------------- */
 
 typedef enum order { TREE, LINEAR } order;
@@ -177,6 +203,10 @@ int main(int argc, char **argv) {
         QL_TEST_ON(types, "micro-fp8-block"),
         QL_TEST_ON(types, "micro-lanes8"),
         QL_TEST_ON(phases_apart, "micro-mixed"),
+        QL_TEST_ON(fast_order, "tiny"),
+        QL_TEST_ON(fast_order, "micro-mixed"),
+        QL_TEST_ON(fast_order, "micro-fp8-block"),
+        QL_TEST_ON(fast_order, "micro-lanes8"),
         QL_TEST_ON(another_order_is_noticed, "tiny"),
         QL_TEST_ON(another_order_is_noticed, "micro-lanes8"),
     };
