@@ -10,7 +10,7 @@
  *               slices added as a tree, and what follows elementwise is applied (convolution, gated activation)
  *   recurrence  a block a head and segment: delta rule and gated norm
  *   edge        a counter in device memory that every block raises when its part of an op is written, and waits for before
- *               it reads what others wrote
+ *               it reads what others wrote; where lanes add, one of every lane's
  *
  * A row-parallel product of few row tiles is cut into parts of whole slices, subtrees of the tree, so that all SMs have work;
  * who reads it adds the parts. Other sums have the order of the kernels that run alone, so a step may go either way.
@@ -20,7 +20,7 @@
  * waits for its own instructions, so it is short rather than unrolled.
  */
 #include "kernels/cuda/bulk.cuh"
-#include "kernels/cuda/chain.cuh"
+#include "kernels/cuda/chain_exchange.cuh"
 #include "kernels/cuda/unit.cuh"
 
 #if HAVE_WGMMA
@@ -203,14 +203,20 @@ __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *roo
 
 /* ---- edges ------------------------------------------------------------------------------------------------------- */
 
-/* One thread: this block's part of an op is written, and known to the thread. */
-__device__ __forceinline__ void arrive(const struct run &r, bool at_end, unsigned last) {
-    if (!at_end) {
+/* A warp that knows of it: this block's part of an op is written. */
+__device__ __forceinline__ void arrive(const struct run &r, const struct chain_op &op, bool at_end, unsigned last) {
+    int lane = threadIdx.x & 31;
+    if (exchange_of(op) >= 0) { /* never the last op: somebody has to add */
+        if (lane < r.lanes.n_lane) {
+            arrive_at_lane(r, lane);
+        }
+    } else if (lane == 0 && !at_end) {
         asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->count) : "memory");
-    } else {
+    } else if (lane == 0) {
         __threadfence();
         if (atomicAdd(&r.edges->count, 1) + 1 == last) {
             r.edges->base = last;
+            r.edges->exchanged += r.lanes.n_exchange;
         }
     }
 }
@@ -224,6 +230,16 @@ __device__ __forceinline__ void wait_edge(const struct run &r, unsigned target) 
         } while ((int)(now - target) < 0);
     }
     sync_warps();
+}
+
+/* The other lanes' blocks too, where op i needs them. Before wait_edge. */
+__device__ __forceinline__ void wait_lanes(const struct run &r, const struct shared *sh, int i) {
+    if (r.lanes.n_exchange > 0 && threadIdx.x - 32 < (unsigned)r.lanes.n_lane) {
+        int exchange = exchange_of(sh->op[i - 1]);
+        if (exchange >= 0) {
+            wait_lane(r, sh, threadIdx.x - 32, exchange);
+        }
+    }
 }
 
 /* The columns of the residual that a block writes begin here. */
@@ -286,8 +302,12 @@ __device__ __forceinline__ float add_parts(const float *p, int parts, int stride
     if (parts >= 2) {
         v += load_fresh(p + stride);
     }
-    if (parts == 4) {
+    if (parts >= 4) {
         v += load_fresh(p + 2 * stride) + load_fresh(p + 3 * stride);
+    }
+    if (parts == 8) {
+        v += (load_fresh(p + 4 * stride) + load_fresh(p + 5 * stride)) +
+             (load_fresh(p + 6 * stride) + load_fresh(p + 7 * stride));
     }
     return v;
 }
@@ -682,17 +702,24 @@ __device__ __forceinline__ void finish_task(const struct run &r, const struct sh
         }
         return;
     }
-    float *y = t.y + at.part * p.part_stride + wr;
+    auto put = [&](int row, float v) {
+        int e = row * t.ldy + wr;
+        if (p.exchange < 0) {
+            t.y[at.part * p.part_stride + e] = v;
+        } else {
+            share_sum(r.lanes, sh, p.exchange, (r.lanes.lane * p.parts + at.part) * p.part_stride + e, v);
+        }
+    };
     if (r.n_row == 1 && slices > 1) { /* half of the tree each */
         float v = finish(sh, p, f, 1, 0, half * slices / 2, slices / 2, units);
         v += __shfl_down_sync(0xffffffffu, v, 16);
         if (half == 0) {
-            *y = v;
+            put(0, v);
         }
         return;
     }
     for (int row = half; row < r.n_row; row += 2) {
-        y[row * t.ldy] = finish(sh, p, f, r.n_row, row, 0, slices, units);
+        put(row, finish(sh, p, f, r.n_row, row, 0, slices, units));
     }
 }
 
@@ -722,9 +749,9 @@ __device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t
                 asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->finished[set])),
                              "r"(n / SUM_SETS + 1)
                              : "memory");
-                if (left == 0) {
-                    arrive(r, i + 1 == r.n_op, last);
-                }
+            }
+            if (left == 0) {
+                arrive(r, sh->op[i], i + 1 == r.n_op, last);
             }
         }
     }
@@ -935,6 +962,7 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
         }
         auto cross = [&]() {
             if (edge) {
+                wait_lanes(r, sh, *at_op);
                 wait_edge(r, target);
                 write_residual(sh, r.n_row, *at_op);
             }
@@ -982,16 +1010,20 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
             }
             write_residual(sh, r.n_row, *at_op);
         } else {
-            const struct combine &c = sh->op[i].combine;
             cross();
+            if (kind == PROOF) {
+                share_proof(r.lanes, sh, sh->op[*at_op].proof, blockIdx.x * N_THREAD + threadIdx.x,
+                            gridDim.x * N_THREAD);
+            }
+            const struct combine c = kind == COMBINE ? sh->op[*at_op].combine : combine{};
             for (int e = blockIdx.x * N_THREAD + threadIdx.x; e < c.n; e += gridDim.x * N_THREAD) {
                 c.to[e] = add_parts(c.from + e, c.parts, c.stride);
             }
         }
         if (!arrived) {
             sync_warps();
-            if (threadIdx.x == 0) {
-                arrive(r, *at_op + 1 == r.n_op, sh->base + gridDim.x * r.n_op);
+            if (threadIdx.x < 32) {
+                arrive(r, sh->op[*at_op], *at_op + 1 == r.n_op, sh->base + gridDim.x * r.n_op);
             }
         }
         i = *at_op + 1;
@@ -1040,7 +1072,9 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
     if (threadIdx.x == 0) { /* this block's way through the products */
         int task = 0, stage = 0;
         sh->base = *(volatile unsigned *)&args.edges->base;
+        sh->exchanged = *(volatile unsigned *)&args.edges->exchanged;
         for (int i = 0; i < args.n_op; i++) {
+            place_sums(sh, sh->op[i]);
             if (sh->op[i].kind == PRODUCT) {
                 struct product &p = sh->op[i].product;
                 p.tasks = p.n_task > (int)blockIdx.x ? (p.n_task - 1 - (int)blockIdx.x) / (int)gridDim.x + 1 : 0;

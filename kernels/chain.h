@@ -6,7 +6,7 @@
  *
  * The result is bit for bit that of the ops one by one, with one difference: what an op of the run hands to a later op of the
  * same run need not reach memory (the normed row, gate and up, raw convolution inputs, the recurrence's output before its
- * norm). Residual stream, states, caches and the outputs that nothing in the run consumes are always written.
+ * norm, a lane's own part of a sum). Residual stream, states, caches and the outputs that nothing in the run consumes are always written.
  */
 #ifndef QL_KERNELS_CHAIN_H
 #define QL_KERNELS_CHAIN_H
@@ -22,10 +22,20 @@ typedef enum ql_op_kind {
     QL_OP_CONV,
     QL_OP_GDN,
     QL_OP_GATED_NORM,
-    QL_OP_SWIGLU
+    QL_OP_SWIGLU,
+    QL_OP_EXCHANGE
 } ql_op_kind;
 
 enum { QL_GROUP_MAX = 4 };
+
+/* dst[i] = sum over lanes of src[i], f32, in the tree order of docs/design.md: what the lanes' collectives do (reduce of
+ * runtime/lane/comm.h). It is no op of the table: a device that has been connected to the other lanes' may run it inside a chain,
+ * and then every lane runs the same exchanges, in the same order; where it takes none, the caller calls the collective. */
+typedef struct ql_exchange_args {
+    const float *src;
+    float *dst;
+    int64_t n;
+} ql_exchange_args;
 
 typedef struct ql_op {
     ql_op_kind kind;
@@ -39,6 +49,7 @@ typedef struct ql_op {
         ql_gdn_args gdn;
         ql_gated_norm_args gated_norm;
         ql_swiglu_args swiglu;
+        ql_exchange_args exchange;
     } u;
 } ql_op;
 

@@ -4,22 +4,25 @@
 #include "kernels/cuda/chain.cuh"
 #include "kernels/cuda/unit.cuh"
 
+enum { PARTS_READ = 2 }; /* of a sum, by all blocks before a norm; more cost more than an op that adds them */
+
 /* The run as it grows. */
 struct builder {
     const ql_dev *dev;
     struct run *run;
     int cols, blocks;
-    float *parts;          /* scratch: parts of row-parallel products */
-    const float *parts_of; /* the product that waits there in parts, or NULL */
-    int n_parts;
-    int x_bytes; /* of the product that needs most */
+    float *scratch;        /* for parts of row-parallel products */
+    const float *parts_of; /* the sum that waits in parts, or NULL */
+    const float *parts;    /* where they are; of an exchange: where they would be were it the first ever */
+    int n_parts, parts_stride, exchange; /* exchange: which one they are of, or -1 */
+    int x_bytes;                         /* of the product that needs most */
 };
 
 /* Parts of a row-parallel product: what spreads its row tiles best, and leaves x short enough for registers. 0: none. */
-static int choose_parts(const struct builder *b, int row_tiles, int n_slice, int k, int columns) {
+static int choose_parts(const struct builder *b, int row_tiles, int n_slice, int k, int columns, int most) {
     int best = 0;
     int64_t least = INT64_MAX;
-    for (int parts = 1; parts <= 4 && parts <= n_slice; parts *= 2) {
+    for (int parts = 1; parts <= most && parts <= n_slice; parts *= 2) {
         int64_t cost = ceil_div((int64_t)row_tiles * parts, b->blocks) * (4 / parts);
         int slices = n_slice / parts;
         if (k / n_slice <= X_KEEP * 32 * warps_of_slice(slices) && columns * 2 * k / parts <= X_MOST && cost < least) {
@@ -37,7 +40,23 @@ static void use_batch(struct run *r, const ql_batch *b) {
     r->seg_slot = b->seg_slot;
 }
 
-/* [rmsnorm] linear [conv | swiglu] */
+/* How many lanes add the sum of a row-parallel product inside the chain, where `op` is the exchange that follows it; 0: none.
+ * What it depends on is the same for every lane: a lane by itself in this would wait for the others in vain. */
+static int lanes_that_add(const struct builder *b, const ql_linear_args *a, const ql_op *op) {
+    int64_t sum = (int64_t)a->n_row * a->w->n;
+    bool even = a->w->format != QL_FORMAT_FP8_BLOCK || a->w->k / a->n_slice % QL_FP8_BLOCK == 0;
+    bool can = b->run->lanes.n_lane > 1 && op->kind == QL_OP_EXCHANGE && op->u.exchange.src == a->y &&
+               op->u.exchange.n == sum && even && sum * MOST_PARTS * (int64_t)sizeof(float) <= ROOM_TURN;
+    return can ? b->run->lanes.n_lane : 0;
+}
+
+/* Where all lanes' parts of the first exchange ever are. */
+static const float *sums_of(const struct builder *b) {
+    const struct lanes *l = &b->run->lanes;
+    return (const float *)(l->room[l->lane] + ROOM_SUMS);
+}
+
+/* [rmsnorm] linear [conv | swiglu | exchange] */
 static int take_product(struct builder *b, const ql_op *op, int n) {
     struct run *r = b->run;
     const ql_rmsnorm_args *norm = op->kind == QL_OP_RMSNORM ? &op->u.rmsnorm : NULL;
@@ -57,6 +76,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     p.x = a->x;
     p.ldx = (int)a->ldx;
     p.epilogue = STORE;
+    p.exchange = p.delta_exchange = -1;
     if (a->phase != QL_PHASE_GEN || a->n_row < 1 || a->n_row > MAX_ROWS || (r->n_row && a->n_row != r->n_row) ||
         (b->cols && b->cols != cols)) {
         return 0;
@@ -96,13 +116,14 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             p.delta = split ? b->parts : norm->delta;
             p.delta_parts = split ? b->n_parts : 1;
             p.delta_stride = a->n_row * norm->n;
+            p.delta_exchange = split ? b->exchange : -1;
             p.residual = norm->x;
         }
     }
     if (b->parts_of && !(norm && norm->delta == b->parts_of)) {
         return 0; /* the parts must be added first */
     }
-    int row_tiles = 0;
+    int row_tiles = 0, lanes = 0;
     for (int i = 0; i < p.n_target; i++) {
         row_tiles += p.target[i].row_tiles;
     }
@@ -124,8 +145,13 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         use_batch(r, c->batch);
         extra += 256 + r->n_seg * 192;
     } else if (!norm) {
-        p.parts =
-            p.n_target == 1 && a->ldy == a->w->n ? choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row * cols) : 0;
+        if (p.n_target != 1 || a->ldy != a->w->n) {
+            return 0;
+        }
+        lanes = used < n ? lanes_that_add(b, a, &op[used]) : 0;
+        p.parts = lanes ? choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row * cols, 1) : 0;
+        lanes = p.parts ? lanes : 0;
+        p.parts = p.parts ? p.parts : choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row * cols, 4);
         if (p.parts == 0) {
             return 0;
         }
@@ -140,15 +166,23 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         return 0;
     }
     p.stages = (int)ceil_div(p.units, stage_units(p.format));
-    p.part_stride = p.parts > 1 ? a->n_row * a->w->n : 0;
+    p.part_stride = p.parts > 1 || lanes ? a->n_row * a->w->n : 0;
     b->parts_of = NULL;
-    if (p.parts > 1) {
+    b->parts_stride = p.part_stride;
+    if (lanes) {
+        p.exchange = b->exchange = r->lanes.n_exchange++;
+        b->parts_of = op[used++].u.exchange.dst;
+        b->parts = sums_of(b);
+        b->n_parts = lanes * p.parts;
+    } else if (p.parts > 1) {
         if (b->dev->scratch_bytes < (size_t)p.parts * (size_t)p.part_stride * sizeof(float)) {
             return 0;
         }
-        p.target[0].y = b->parts;
+        p.target[0].y = b->scratch;
         b->parts_of = a->y;
+        b->parts = b->scratch;
         b->n_parts = p.parts;
+        b->exchange = -1;
     }
     int x_bytes = a->n_row * cols * x_stride(p.k / p.parts, p.format) * 2 + (p.n_plain > 0 ? p.k * 4 : 0),
         set = (p.epilogue == GATED ? 2 : 1) * p.units * a->n_row * 16;
@@ -160,6 +194,17 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     r->op[r->n_op].kind = PRODUCT;
     r->op[r->n_op++].product = p;
     return used;
+}
+
+/* What a product leaves in parts, added where the ops have it. */
+static void add_combine(struct builder *b) {
+    struct run *r = b->run;
+    if (b->parts_of) {
+        int n = b->parts_stride;
+        r->op[r->n_op].kind = COMBINE;
+        r->op[r->n_op++].combine = combine{b->parts, (float *)b->parts_of, b->n_parts, n, n, b->exchange};
+        b->parts_of = NULL;
+    }
 }
 
 /* gdn gated_norm */
@@ -204,14 +249,42 @@ static void deal(struct product *p, int n_slot, int in_flight) {
     }
 }
 
-/* What a product leaves in parts, added where the ops have it. */
-static void add_combine(struct builder *b) {
-    struct run *r = b->run;
-    if (b->parts_of) {
-        int n = (int)(r->op[r->n_op - 1].product.part_stride);
-        r->op[r->n_op].kind = COMBINE;
-        r->op[r->n_op++].combine = combine{b->parts, (float *)b->parts_of, b->n_parts, n, n};
+/* A run without ops, and what builds it. */
+static struct builder begin(ql_dev *dev, struct run *r) {
+    const ql_cuda_exchange *x = &cuda(dev)->exchange;
+    r->n_op = r->n_row = r->n_seg = r->set_floats = r->extra_bytes = 0;
+    r->edges = (struct edges *)cuda(dev)->edges;
+    r->lanes = {};
+    r->lanes.lane = x->lane;
+    r->lanes.n_lane = x->n_lane;
+    for (int i = 0; i < x->n_lane; i++) {
+        r->lanes.room[i] = (uint8_t *)x->room[i];
     }
+    r->lanes.let_go = x->let_go;
+    r->lanes.gave_up = x->gave_up;
+    r->lanes.wait_ns = x->wait_ns;
+    int n_sm = x->n_lane > 1 ? x->n_sm : cuda(dev)->n_sm;
+    return builder{dev, r, 0, n_sm / 4 * 4, (float *)dev->scratch, NULL, NULL, 0, 0, -1, 0};
+}
+
+ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t rounds, uint32_t first) {
+    struct run r;
+    struct builder b = begin(dev, &r);
+    r.n_slot = r.in_flight = 1; /* nothing is fetched */
+    r.by_slot = 1 << 16;
+    r.x_at = r.extras_at = r.sets_at = r.room_bytes = RING_AT;
+    b.parts_stride = n;
+    b.n_parts = r.lanes.n_lane;
+    b.parts = sums_of(&b);
+    for (int32_t i = 0; i < rounds; i++) {
+        r.op[r.n_op].kind = PROOF;
+        r.op[r.n_op++].proof = proof{i, n, first + (uint32_t)i};
+        b.parts_of = sum + (int64_t)i * n;
+        b.exchange = i;
+        add_combine(&b);
+    }
+    r.lanes.n_exchange = rounds;
+    return ql_chain_launch_cuda(dev, &r, 1, b.blocks);
 }
 
 ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken) {
@@ -221,9 +294,7 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
         return QL_OK;
     }
     struct run r;
-    r.n_op = r.n_row = r.n_seg = r.set_floats = r.extra_bytes = 0;
-    r.edges = (struct edges *)d->edges;
-    struct builder b = {dev, &r, 0, d->n_sm / 4 * 4, (float *)dev->scratch, NULL, 0, 0};
+    struct builder b = begin(dev, &r);
     int products = 0;
     while (*taken < n && r.n_op < MAX_OPS - 1) {
         int used = take_product(&b, op + *taken, n - *taken);
@@ -235,6 +306,9 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
             break;
         }
         *taken += used;
+        if (b.n_parts > PARTS_READ) {
+            add_combine(&b);
+        }
     }
     int x_bytes = (b.x_bytes + 127) / 128 * 128, extra_bytes = AHEAD * r.extra_bytes,
         set_bytes = SUM_SETS * r.set_floats * (int)sizeof(float);

@@ -42,6 +42,28 @@ ql_status ql_cuda_mem(ql_dev *dev, uint64_t *free_bytes, uint64_t *total_bytes);
 int32_t ql_cuda_ordinal(const ql_dev *dev);
 void *ql_cuda_stream(const ql_dev *dev);
 
+/* What the chains of all lanes of an engine share, so that they can add across lanes (chain.h); pointers as this lane's kernels
+ * use them. A kernel that waits for another lane looks at `let_go`, and after wait_ns gives up: it writes 1 + that lane, or
+ * QL_CUDA_LET_GO, to `gave_up` and runs on without waiting, its results good for nothing. */
+enum { QL_CUDA_MAX_LANES = 8, QL_CUDA_EXCHANGE_BYTES = (1 << 20) + 256 };
+#define QL_CUDA_LET_GO 0xffffffffu
+typedef struct ql_cuda_exchange {
+    int32_t lane, n_lane;
+    int32_t n_sm;                  /* of the GPU that has the fewest: all lanes cut their work alike */
+    void *room[QL_CUDA_MAX_LANES]; /* of each lane, on its GPU: QL_CUDA_EXCHANGE_BYTES, zeros */
+    uint32_t *let_go, *gave_up;    /* in host memory */
+    uint64_t wait_ns;
+} ql_cuda_exchange;
+
+/* On the lane's thread, for all lanes or none, between ops: from now on chains add across lanes by themselves; n_lane 0: no more.
+ * False where the device has no chains or was told not to (chain=off, chain=lane). */
+bool ql_cuda_connect_chains(ql_dev *dev, const ql_cuda_exchange *exchange);
+
+/* `rounds` sums across lanes in one chain, all lanes at once: sum[r][i], i < n, of the lanes' proof_value (cuda/proof.cuh) of round
+ * first + r. rounds at most QL_CUDA_CHAIN_ROUNDS, n at most QL_CUDA_CHAIN_ELEMENTS. */
+enum { QL_CUDA_CHAIN_ROUNDS = 8, QL_CUDA_CHAIN_ELEMENTS = 8192 };
+ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t rounds, uint32_t first);
+
 /* A decode step as a graph: everything called between begin and end is recorded instead of run. Capture is local to
  * the thread, so that other threads of the program may use CUDA meanwhile. `graph` is an executable graph, launched on
  * the device's stream; freeing accepts NULL. */

@@ -19,6 +19,7 @@ void ql_path_name(const ql_dev *dev, int32_t path, char *out) {
         [QL_PATH_TOPK] = "topk",
         [QL_PATH_SAMPLE] = "sample",
         [QL_PATH_CHAIN] = "chain",
+        [QL_PATH_EXCHANGE] = "exchange",
     };
     const char *variant = dev->ops->variant(dev, path);
     if (path >= QL_PATH_LINEAR && path < QL_PATH_LINEAR + 2 * QL_FORMAT_COUNT) {

@@ -40,7 +40,8 @@ typedef enum ql_path {
     QL_PATH_SWIGLU,
     QL_PATH_TOPK,
     QL_PATH_SAMPLE,
-    QL_PATH_CHAIN, /* runs of ops in one launch; the ops count as well */
+    QL_PATH_CHAIN,    /* runs of ops in one launch; the ops count as well */
+    QL_PATH_EXCHANGE, /* sums across lanes inside them */
     QL_PATH_COUNT
 } ql_path;
 

@@ -31,7 +31,7 @@ enum {
 
 /* ---- the run, by value to the kernel ----------------------------------------------------------------------------- */
 
-enum chain_op_kind { PRODUCT, RECURRENCE, COMBINE };
+enum chain_op_kind { PRODUCT, RECURRENCE, COMBINE, PROOF };
 enum epilogue { STORE, CONV, GATED };
 
 struct plain_target { /* BF16 or F16 weights */
@@ -69,7 +69,9 @@ struct product {
     const float *x;
     const float *norm, *delta;
     int ldx, delta_parts, delta_stride;
-    float *residual; /* where x + delta goes; NULL without delta */
+    int exchange,
+        delta_exchange; /* which exchange of the run this product's sums are for; which delta is from; -1: none */
+    float *residual;    /* where x + delta goes; NULL without delta */
     float eps;
     /* CONV */
     const float *conv;
@@ -86,7 +88,13 @@ struct recurrence {
 struct combine {
     const float *from;
     float *to;
-    int parts, n, stride;
+    int parts, n, stride, exchange; /* as delta, delta_exchange of a product */
+};
+
+/* Parts of a sum that everybody knows (proof.cuh). */
+struct proof {
+    int exchange, n;
+    uint32_t round;
 };
 
 struct chain_op {
@@ -95,13 +103,36 @@ struct chain_op {
         struct product product;
         struct recurrence gdn;
         struct combine combine;
+        struct proof proof;
     };
 };
 
-/* Arrivals at the edges, in device memory: `count` only rises, `base` is what it was when the run began. */
-struct edges {
-    unsigned count, base;
+/* Where lanes add (chain_exchange.cuh). */
+struct lanes {
+    int lane, n_lane, n_exchange; /* n_exchange: of this run; 0: it has none and reads nothing of this */
+    uint8_t *room[QL_CUDA_MAX_LANES];
+    uint32_t *let_go, *gave_up;
+    unsigned long long wait_ns;
 };
+
+/* Where a lane's room begins to hold sums: counters of the lanes' arrivals are before them, each in a sector of its own. Sums of
+ * one exchange and of the next take turns: [2][parts of all lanes][rows][n]. */
+enum {
+    ROOM_COUNTER = 32,
+    ROOM_SUMS = ROOM_COUNTER * QL_CUDA_MAX_LANES,
+    ROOM_TURN = (QL_CUDA_EXCHANGE_BYTES - ROOM_SUMS) / 2,
+    MOST_PARTS = 8 /* of a sum, all lanes together */
+};
+static_assert(QL_CUDA_MAX_LANES * QL_CUDA_CHAIN_ELEMENTS * (int)sizeof(float) <= ROOM_TURN &&
+                  2 * QL_CUDA_CHAIN_ROUNDS <= MAX_OPS,
+              "a proof fits");
+
+/* Arrivals at the edges, in device memory: `count` only rises, `base` is what it was when the run began. `exchanged` counts
+ * exchanges before the run; `gone` is set once a block has given up waiting for another lane. */
+struct edges {
+    unsigned count, base, exchanged, gone;
+};
+static_assert(sizeof(struct edges) == EDGE_WORDS * sizeof(unsigned), "as device.cu allocates them");
 
 struct run {
     int n_op, n_row, n_seg, n_slot, by_slot, in_flight, /* by_slot: 2^16 / n_slot, rounded up */
@@ -109,6 +140,7 @@ struct run {
     int x_at, extras_at, sets_at, room_bytes;    /* of shared memory */
     const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
     struct edges *edges;
+    struct lanes lanes;
     struct chain_op op[MAX_OPS];
 };
 
@@ -137,7 +169,7 @@ struct shared {
     float plain[4];            /* of each warp */
     uint64_t summed[SUM_SETS]; /* a task's units are in their set */
     int at_op[N_WARP];
-    unsigned base;                         /* of the edges' counter */
+    unsigned base, exchanged;              /* of the edges, as the run began */
     int finished[SUM_SETS];                /* tasks that have left the set */
     struct unit_at unit[2][2 * MAX_UNITS]; /* of this op and the next: of a task, over its pieces */
     int seg_row[MAX_ROWS + 1], seg_pos[MAX_ROWS], seg_slot[MAX_ROWS];

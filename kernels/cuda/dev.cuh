@@ -6,13 +6,13 @@
 #ifndef QL_KERNELS_CUDA_DEV_CUH
 #define QL_KERNELS_CUDA_DEV_CUH
 
-#include "kernels/kernels.h"
+#include "kernels/cuda.h"
 #include "runtime/base/mem.h"
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-constexpr int STAGE_SLOTS = 4, MAX_PENDING = 64;
+constexpr int STAGE_SLOTS = 4, MAX_PENDING = 64, EDGE_WORDS = 4;
 constexpr size_t STAGE_BYTES = 4 << 20;
 
 /* A device-to-host copy whose last leg, pinned to caller, happens at sync. */
@@ -39,10 +39,11 @@ struct cuda_dev {
     int n_pending;
     uint8_t *arena; /* what alloc hands out while a model loads; from one allocation, cleared as a whole */
     size_t arena_bytes, arena_used;
-    struct load_ring *ring;  /* weight.cu; NULL but while weights load */
-    struct lap_clock *clock; /* device.cu; NULL: phases are not timed */
-    unsigned *edges;         /* on the device, 2 words: where the blocks of a chain meet */
-    bool capturing, no_chain;
+    struct load_ring *ring;    /* weight.cu; NULL but while weights load */
+    struct lap_clock *clock;   /* device.cu; NULL: phases are not timed */
+    unsigned *edges;           /* on the device, EDGE_WORDS: where the blocks of a chain meet */
+    ql_cuda_exchange exchange; /* n_lane 0: chains end where lanes add */
+    bool capturing, no_chain, no_exchange;
     enum q8_kernel q8_kernel; /* of NVFP4 weights in precision Q8 */
     int wide_min_rows;        /* from how many rows on AUTO is WIDE */
     bool no_shared_q8;        /* each product of one x makes the INT8 codes of x for itself */

@@ -332,6 +332,13 @@ ql_status ql_cuda_mem(ql_dev *dev, uint64_t *free_bytes, uint64_t *total_bytes) 
     return QL_OK;
 }
 
+bool ql_cuda_connect_chains(ql_dev *dev, const ql_cuda_exchange *x) {
+    struct cuda_dev *d = cuda(dev);
+    bool can = d->cc / 10 == 9 && !d->no_chain && !d->no_exchange;
+    d->exchange = can ? *x : ql_cuda_exchange{};
+    return can;
+}
+
 int32_t ql_cuda_ordinal(const ql_dev *dev) { return cuda(dev)->ordinal; }
 void *ql_cuda_stream(const ql_dev *dev) { return cuda(dev)->stream; }
 
@@ -472,6 +479,7 @@ static ql_status op_chain(ql_dev *dev, const ql_op *op, int32_t n, int32_t *take
         case QL_OP_GDN: begin_op(dev, QL_PATH_GDN_STEP); break;
         case QL_OP_GATED_NORM: begin_op(dev, QL_PATH_GATED_NORM); break;
         case QL_OP_SWIGLU: begin_op(dev, QL_PATH_SWIGLU); break;
+        case QL_OP_EXCHANGE: begin_op(dev, QL_PATH_EXCHANGE); break;
         }
     }
     if (*taken > 0) {
@@ -644,9 +652,10 @@ static bool take_choice(struct cuda_dev *d, const char *family, const char *name
         return d->no_shared_q8 || is_text(name, len, "on");
     }
     if (strcmp(family, "chain") == 0) {
-        *have = "cuda, off";
+        *have = "cuda, lane, off";
         d->no_chain = is_text(name, len, "off");
-        return d->no_chain || is_text(name, len, "cuda");
+        d->no_exchange = is_text(name, len, "lane"); /* chains end where lanes add */
+        return d->no_chain || d->no_exchange || is_text(name, len, "cuda");
     }
     return is_text(name, len, "cuda");
 }
@@ -731,8 +740,8 @@ static ql_status open_device(ql_dev *dev, const ql_cuda_device *info) {
     }
     CU_TRY(dev, cudaMallocHost((void **)&d->pinned, STAGE_SLOTS * STAGE_BYTES), "pinned staging memory");
     CU_TRY(dev, cudaMallocHost((void **)&d->back, STAGE_BYTES), "pinned staging memory");
-    CU_TRY(dev, cudaMalloc((void **)&d->edges, 2 * sizeof *d->edges), "a chain's counters");
-    CU_TRY(dev, cudaMemsetAsync(d->edges, 0, 2 * sizeof *d->edges, d->stream), "a chain's counters");
+    CU_TRY(dev, cudaMalloc((void **)&d->edges, EDGE_WORDS * sizeof *d->edges), "a chain's counters");
+    CU_TRY(dev, cudaMemsetAsync(d->edges, 0, EDGE_WORDS * sizeof *d->edges, d->stream), "a chain's counters");
     return QL_OK;
 }
 

@@ -122,11 +122,11 @@ static void build_step(job *j, ql_phase phase, int32_t g, float *logits) {
 static ql_status run_steps(job *j, float *logits, ql_error *err) {
     int32_t vocab = j->made->ckpt.config.vocab;
     build_step(j, QL_PHASE_PROMPT, 0, logits);
-    QL_TRY(ql_lanes_run(&j->lanes, run_step, j, err));
+    QL_TRY(ql_devices_run(&j->devices, &j->lanes, run_step, j, err));
     logits += (int64_t)prompt_rows(j->rows) * vocab;
     for (int32_t g = 0; g < N_GEN; g++, logits += (int64_t)j->rows->n_seq * vocab) {
         build_step(j, QL_PHASE_GEN, g, logits);
-        QL_TRY(ql_lanes_run(&j->lanes, run_step, j, err));
+        QL_TRY(ql_devices_run(&j->devices, &j->lanes, run_step, j, err));
     }
     return QL_OK;
 }

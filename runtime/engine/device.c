@@ -147,6 +147,64 @@ ql_status ql_devices_open_lane(ql_devices *d, const ql_options *o, ql_lane *lane
     return QL_OK;
 }
 
+/* ---- turns --------------------------------------------------------------------------------------------------------- */
+
+/* A GPU's queue: who comes takes a number. The only state that engines share, as they share the GPUs. */
+typedef struct turnstile {
+    ql_mutex mutex; /* guards what follows */
+    ql_cond moved;
+    uint64_t next, serving;
+} turnstile;
+
+enum { TURNSTILES = 64 };
+static turnstile turnstiles[TURNSTILES]; /* of GPU ordinal % TURNSTILES; zeros are mutexes and conditions at rest */
+
+/* The turnstiles that an engine passes, a bit each. */
+static uint64_t turnstiles_of(const ql_devices *d) {
+    uint64_t mask = 0;
+    for (int32_t i = 0; d->kind == QL_DEVICE_CUDA && d->n_lane > 1 && i < d->n_lane; i++) {
+        mask |= (uint64_t)1 << d->ordinal[i] % TURNSTILES;
+    }
+    return mask;
+}
+
+static void take_turn(const ql_devices *d) {
+    uint64_t mask = turnstiles_of(d);
+    for (int32_t i = 0; i < TURNSTILES; i++) { /* in one order, so that nobody waits in a circle */
+        turnstile *t = &turnstiles[i];
+        if (mask >> i & 1) {
+            ql_lock(&t->mutex);
+            uint64_t number = t->next++;
+            while (t->serving != number) {
+                ql_cond_wait(&t->moved, &t->mutex);
+            }
+            ql_unlock(&t->mutex);
+        }
+    }
+}
+
+static void end_turn(const ql_devices *d) {
+    uint64_t mask = turnstiles_of(d);
+    for (int32_t i = 0; i < TURNSTILES; i++) {
+        turnstile *t = &turnstiles[i];
+        if (mask >> i & 1) {
+            ql_lock(&t->mutex);
+            t->serving++;
+            ql_cond_broadcast(&t->moved);
+            ql_unlock(&t->mutex);
+        }
+    }
+}
+
+ql_status ql_devices_run(const ql_devices *d, ql_lane_group *lanes, ql_lane_fn fn, void *arg, ql_error *err) {
+    take_turn(d);
+    ql_status status = ql_lanes_run(lanes, fn, arg, err);
+    end_turn(d);
+    return status;
+}
+
+/* ---- between open and close ----------------------------------------------------------------------------------------- */
+
 #if QL_CUDA
 static ql_status connect_lane(ql_lane *lane, void *arg) {
     (void)arg;
@@ -156,6 +214,12 @@ static ql_status connect_lane(ql_lane *lane, void *arg) {
 static ql_status prove_lane(ql_lane *lane, void *arg) {
     (void)arg;
     return ql_comm_cuda_prove(&lane->comm);
+}
+
+static ql_status keep_chains(ql_lane *lane, void *arg) {
+    (void)arg;
+    ql_comm_cuda_keep_chains(&lane->comm);
+    return QL_OK;
 }
 
 typedef struct gpu_memory {
@@ -172,8 +236,9 @@ ql_status ql_devices_connect(ql_devices *d, ql_lane_group *lanes, ql_error *err)
 #if QL_CUDA
     if (d->kind == QL_DEVICE_CUDA) {
         QL_TRY(ql_lanes_run(lanes, connect_lane, NULL, err));
-        QL_TRY(ql_lanes_run(lanes, prove_lane, NULL, err));
-        return ql_comm_cuda_settle(d->comm, err);
+        QL_TRY(ql_devices_run(d, lanes, prove_lane, NULL, err));
+        QL_TRY(ql_comm_cuda_settle(d->comm, err));
+        return ql_lanes_run(lanes, keep_chains, NULL, err);
     }
 #endif
     (void)d, (void)lanes, (void)err;

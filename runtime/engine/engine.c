@@ -183,7 +183,7 @@ static void lane_fini(ql_lane *lane) {
 
 ql_status ql_engine_run_step(ql_engine *e, ql_error *err) {
     ql_dev_count(&e->n_steps, 1);
-    return ql_lanes_run(&e->lanes, lane_step, e, err);
+    return ql_devices_run(&e->devices, &e->lanes, lane_step, e, err);
 }
 
 /* ---- open and close ----------------------------------------------------------------------------------------------- */

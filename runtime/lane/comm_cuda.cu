@@ -18,13 +18,14 @@
 #include "runtime/lane/comm_cuda.h"
 
 #include "kernels/cuda.h"
+#include "kernels/cuda/proof.cuh"
 #include "runtime/base/mem.h"
 #include "runtime/lane/nccl_api.h"
 
 #include <cuda_runtime.h>
 #include <string.h>
 
-constexpr int MAX_LANES = 8, THREADS = 256, CHUNK = 4096 /* bytes */, VECTOR = 16;
+constexpr int MAX_LANES = 8, THREADS = 256, CHUNK = 4096 /* bytes */, VECTOR = 16, AT_ONCE = 4;
 constexpr int PROOF_SMALL_ROUNDS = 10000, PROOF_LARGE_ROUNDS = 50;
 constexpr size_t PROOF_SMALL_BYTES = 64 << 10;
 
@@ -33,7 +34,7 @@ struct host_words {
     uint32_t abort; /* written by ql_abort_raise */
     uint32_t error; /* written by a kernel that gave up: 1 + peer, or ABORTED */
 };
-constexpr uint32_t ABORTED = 0xffffffffu;
+constexpr uint32_t ABORTED = QL_CUDA_LET_GO;
 
 /* One lane's memory that its peers write. */
 struct lane_memory {
@@ -42,6 +43,7 @@ struct lane_memory {
     uint32_t *epoch;           /* [n_chunk], the lane's own */
     uint8_t *proof;            /* [2][cap] source and result of the proof */
     unsigned long long *wrong; /* elements that the proof found wrong */
+    uint8_t *room;             /* of sums inside chains */
 };
 
 struct ql_comm_group {
@@ -54,10 +56,11 @@ struct ql_comm_group {
     struct host_words *words[MAX_LANES];
     uint32_t *device_words[MAX_LANES];
     uint8_t *gathered[MAX_LANES]; /* NCCL with more than two lanes: [n_lane][cap] */
-    bool peer_ok[MAX_LANES], nccl_ok[MAX_LANES];
+    bool peer_ok[MAX_LANES], nccl_ok[MAX_LANES], atomics_ok[MAX_LANES];
+    bool chain_tried[MAX_LANES], chain_ok[MAX_LANES];
     unsigned long long n_wrong[MAX_LANES];
-    bool use_peer;
-    int n_block[MAX_LANES];
+    bool use_peer, use_chains;
+    int n_block[MAX_LANES], n_sm[MAX_LANES];
     uint64_t n_peer, n_nccl; /* collectives served; relaxed atomics */
     uint64_t n_proved;       /* elements; likewise */
 };
@@ -169,69 +172,97 @@ __device__ __forceinline__ void store_words(uint8_t *p, size_t left, uint4 v) {
     }
 }
 
-/* A thread has 16 bytes of a chunk. `bytes` and all pointers are multiples of 4. */
-template <int N> __global__ void __launch_bounds__(THREADS) exchange(struct exchange_args a) {
+/* A thread has 16 bytes of a chunk, and a block GROUP chunks under way, since what a lane waits for is a round trip, whatever
+ * its size. `bytes` and all pointers are multiples of 4. */
+template <int N, int GROUP> __global__ void __launch_bounds__(THREADS) exchange(struct exchange_args a) {
+    static_assert(N * GROUP <= THREADS, "a thread a flag");
     __shared__ int failed;
     if (threadIdx.x == 0) {
         failed = 0;
     }
     int n_chunk = (int)((a.bytes + CHUNK - 1) / CHUNK);
-    for (int c = blockIdx.x; c < n_chunk; c += gridDim.x) {
-        uint32_t epoch = a.epoch[c] + 1;
-        size_t at = (size_t)c * CHUNK + threadIdx.x * VECTOR;
-        size_t parity = (size_t)(epoch & 1) * N * a.cap;
-        bool mine = at < a.bytes;
-        uint4 own = make_uint4(0, 0, 0, 0);
-        if (mine) {
-            own = a.whole ? *(const uint4 *)(a.src + at) : load_words(a.src + at, a.bytes - at);
+    auto chunk = [&](int first, int g) { return first + g * (int)gridDim.x; };
+    for (int first = blockIdx.x; first < n_chunk; first += GROUP * gridDim.x) {
+        uint32_t epoch[GROUP];
+        uint4 own[GROUP];
+        auto place = [&](int g) { return (size_t)chunk(first, g) * CHUNK + threadIdx.x * VECTOR; };
 #pragma unroll
-            for (int i = 1; i < N; i++) {
-                int peer = (a.lane + i) % N;
-                *(uint4 *)(a.slot[peer] + parity + (size_t)a.lane * a.cap + at) = own;
+        for (int g = 0; g < GROUP; g++) {
+            size_t at = place(g);
+            epoch[g] = chunk(first, g) < n_chunk ? a.epoch[chunk(first, g)] + 1 : 0;
+            own[g] = make_uint4(0, 0, 0, 0);
+            if (at < a.bytes) {
+                own[g] = a.whole ? *(const uint4 *)(a.src + at) : load_words(a.src + at, a.bytes - at);
+            }
+        }
+        auto parity = [&](int g) { return (size_t)(epoch[g] & 1) * N * a.cap; };
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            if (place(g) < a.bytes) {
+#pragma unroll
+                for (int i = 1; i < N; i++) {
+                    int peer = (a.lane + i) % N;
+                    *(uint4 *)(a.slot[peer] + parity(g) + (size_t)a.lane * a.cap + place(g)) = own[g];
+                }
             }
         }
         __syncthreads();
-        if (threadIdx.x < N && (int)threadIdx.x != a.lane) {
-            int peer = (int)threadIdx.x;
+        int c = chunk(first, (int)threadIdx.x / N), peer = (int)threadIdx.x % N;
+        if (threadIdx.x < N * GROUP && c < n_chunk && peer != a.lane) {
+            uint32_t now = a.epoch[c] + 1;
             __threadfence_system(); /* the block's stores, ordered by the barrier, before the flag */
-            store_release(a.flag[peer] + (size_t)a.lane * a.n_chunk_max + c, epoch);
-            if (!wait_flag(a.flag[a.lane] + (size_t)peer * a.n_chunk_max + c, epoch, peer, a)) {
+            store_release(a.flag[peer] + (size_t)a.lane * a.n_chunk_max + c, now);
+            if (!wait_flag(a.flag[a.lane] + (size_t)peer * a.n_chunk_max + c, now, peer, a)) {
                 failed = 1;
             }
         }
-        if (threadIdx.x == (unsigned)a.lane) {
-            a.epoch[c] = epoch;
-        }
         __syncthreads();
+        if (threadIdx.x < GROUP && chunk(first, threadIdx.x) < n_chunk) {
+            a.epoch[chunk(first, threadIdx.x)]++;
+        }
         if (failed) {
             return;
         }
-        if (!mine) {
-            continue;
-        }
-        uint4 part[N];
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            /* past L1, which may hold the slot's content of two epochs ago */
-            part[i] = i == a.lane ? own : __ldcg((const uint4 *)(a.slot[a.lane] + parity + (size_t)i * a.cap + at));
-        }
-        if (a.sum) {
-            float4 sum = tree4<N>(part);
-            if (a.whole) {
-                *(float4 *)(a.dst + at) = sum;
-            } else {
-                store_words(a.dst + at, a.bytes - at, *(uint4 *)&sum);
+        for (int g = 0; g < GROUP; g++) {
+            size_t at = place(g);
+            if (at >= a.bytes) {
+                continue;
             }
-            continue;
-        }
+            uint4 part[N];
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            if (a.whole) {
-                *(uint4 *)(a.dst + (size_t)i * a.bytes + at) = part[i];
-            } else {
-                store_words(a.dst + (size_t)i * a.bytes + at, a.bytes - at, part[i]);
+            for (int i = 0; i < N; i++) {
+                /* past L1, which may hold the slot's content of two epochs ago */
+                part[i] =
+                    i == a.lane ? own[g] : __ldcg((const uint4 *)(a.slot[a.lane] + parity(g) + (size_t)i * a.cap + at));
+            }
+            if (a.sum) {
+                float4 sum = tree4<N>(part);
+                if (a.whole) {
+                    *(float4 *)(a.dst + at) = sum;
+                } else {
+                    store_words(a.dst + at, a.bytes - at, *(uint4 *)&sum);
+                }
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                if (a.whole) {
+                    *(uint4 *)(a.dst + (size_t)i * a.bytes + at) = part[i];
+                } else {
+                    store_words(a.dst + (size_t)i * a.bytes + at, a.bytes - at, part[i]);
+                }
             }
         }
+    }
+}
+
+template <int N>
+static void launch_exchange(unsigned grid, bool many, cudaStream_t stream, const struct exchange_args &a) {
+    if (many) {
+        exchange<N, AT_ONCE><<<grid, THREADS, 0, stream>>>(a);
+    } else {
+        exchange<N, 1><<<grid, THREADS, 0, stream>>>(a);
     }
 }
 
@@ -284,10 +315,11 @@ static ql_status peer_exchange(ql_comm *c, const void *src, void *dst, size_t by
         most = g->n_block[i] < most ? g->n_block[i] : most;
     }
     unsigned grid = (unsigned)(chunks < (size_t)most ? chunks : (size_t)most);
+    bool many = chunks > grid;
     switch (c->n_lane) {
-    case 2: exchange<2><<<grid, THREADS, 0, stream_of(c)>>>(a); break;
-    case 4: exchange<4><<<grid, THREADS, 0, stream_of(c)>>>(a); break;
-    default: exchange<8><<<grid, THREADS, 0, stream_of(c)>>>(a); break;
+    case 2: launch_exchange<2>(grid, many, stream_of(c), a); break;
+    case 4: launch_exchange<4>(grid, many, stream_of(c), a); break;
+    default: launch_exchange<8>(grid, many, stream_of(c), a); break;
     }
     return cu_check(c, cudaGetLastError(), "reduction over peer memory");
 }
@@ -401,7 +433,8 @@ uint64_t ql_comm_cuda_bytes(int32_t n_lane, size_t max_bytes) {
         return 0;
     }
     uint64_t cap = slot_cap(max_bytes), n = (uint64_t)n_lane, chunks = cap / CHUNK;
-    return 2 * n * cap + (n + 1) * chunks * 4 + 2 * cap + (n_lane > 2 ? n * cap : 0) + sizeof(unsigned long long);
+    return 2 * n * cap + (n + 1) * chunks * 4 + 2 * cap + (n_lane > 2 ? n * cap : 0) + sizeof(unsigned long long) +
+           QL_CUDA_EXCHANGE_BYTES;
 }
 
 ql_status ql_comm_cuda_open(ql_comm_group **group, const ql_comm_cuda_options *o, ql_error *err) {
@@ -452,6 +485,7 @@ ql_status ql_comm_cuda_bind(ql_comm_group *g, int32_t lane, ql_dev *dev, ql_comm
     QL_TRY(dev->ops->alloc(dev, chunks * 4, "reduction epochs", (void **)&m->epoch));
     QL_TRY(dev->ops->alloc(dev, 2 * g->cap, "the proof of reductions", (void **)&m->proof));
     QL_TRY(dev->ops->alloc(dev, sizeof *m->wrong, "the proof of reductions", (void **)&m->wrong));
+    QL_TRY(dev->ops->alloc(dev, QL_CUDA_EXCHANGE_BYTES, "sums inside chains", (void **)&m->room));
     if (c->n_lane > 2) {
         QL_TRY(dev->ops->alloc(dev, n * g->cap, "gathered vectors", (void **)&g->gathered[lane]));
     }
@@ -461,9 +495,11 @@ ql_status ql_comm_cuda_bind(ql_comm_group *g, int32_t lane, ql_dev *dev, ql_comm
     QL_TRY(cu_check(c, cudaHostGetDevicePointer((void **)&g->device_words[lane], g->words[lane], 0), "pinned memory"));
     ql_abort_mirror(g->o.abort, lane, &g->words[lane]->abort);
     int per_sm = 0, n_sm = 0;
-    QL_TRY(cu_check(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, exchange<8>, THREADS, 0), "occupancy"));
+    QL_TRY(cu_check(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, exchange<8, AT_ONCE>, THREADS, 0),
+                    "occupancy"));
     QL_TRY(cu_check(c, cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, ql_cuda_ordinal(dev)),
                     "device query"));
+    g->n_sm[lane] = n_sm;
     g->n_block[lane] = n_sm * (per_sm < 2 ? per_sm : 2);
     return dev->ops->sync(dev);
 }
@@ -472,6 +508,7 @@ ql_status ql_comm_cuda_connect(ql_comm *c) {
     struct ql_comm_group *g = c->group;
     int own = g->ordinal[c->lane];
     bool ok = c->n_lane > 1 && !g->o.no_peer;
+    g->atomics_ok[c->lane] = true;
     for (int i = 0; i < c->n_lane && ok; i++) {
         int can = 1;
         if (i == c->lane || g->ordinal[i] == own) {
@@ -483,6 +520,8 @@ ql_status ql_comm_cuda_connect(ql_comm *c) {
         }
         cudaError_t e = cudaDeviceEnablePeerAccess(g->ordinal[i], 0);
         ok = e == cudaSuccess || e == cudaErrorPeerAccessAlreadyEnabled;
+        e = cudaDeviceGetP2PAttribute(&can, cudaDevP2PAttrNativeAtomicSupported, own, g->ordinal[i]);
+        g->atomics_ok[c->lane] = g->atomics_ok[c->lane] && e == cudaSuccess && can;
     }
     cudaGetLastError();
     g->peer_ok[c->lane] = ok;
@@ -490,15 +529,6 @@ ql_status ql_comm_cuda_connect(ql_comm *c) {
 }
 
 /* ---- proof --------------------------------------------------------------------------------------------------------- */
-
-/* Whole numbers up to 2^20, so that every partial sum is exact: any error is an error of the path. */
-__device__ __forceinline__ float proof_value(int lane, uint32_t round, int64_t i) {
-    uint32_t h = (uint32_t)i * 2654435761u ^ round * 2246822519u ^ (uint32_t)(lane + 1) * 3266489917u;
-    h ^= h >> 15;
-    h *= 2246822519u;
-    h ^= h >> 13;
-    return (float)((int32_t)(h >> 11) - (1 << 20));
-}
 
 __global__ void proof_fill(float *src, int64_t n, int lane, uint32_t round) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
@@ -541,6 +571,53 @@ static ql_status prove_path(ql_comm *c, bool peer, int64_t n, int rounds, uint32
     return check(c);
 }
 
+/* Lets the device's chains add across lanes where all lanes' can. */
+static bool connect_chains(ql_comm *c) {
+    struct ql_comm_group *g = c->group;
+    bool can = true;
+    ql_cuda_exchange x = {};
+    x.lane = c->lane;
+    x.n_lane = c->n_lane;
+    x.n_sm = g->n_sm[0];
+    for (int i = 0; i < c->n_lane; i++) {
+        can = can && g->peer_ok[i] && g->atomics_ok[i];
+        x.n_sm = g->n_sm[i] < x.n_sm ? g->n_sm[i] : x.n_sm;
+        x.room[i] = g->lane[i].room;
+    }
+    struct host_words *words = (struct host_words *)g->device_words[c->lane];
+    x.let_go = &words->abort;
+    x.gave_up = &words->error;
+    x.wait_ns = (uint64_t)g->o.wait_ms * 1000000u;
+    return can && ql_cuda_connect_chains(c->dev, &x);
+}
+
+/* Rounds inside chains, as many in one as the result has room for. */
+static ql_status prove_chains(ql_comm *c) {
+    struct ql_comm_group *g = c->group;
+    struct lane_memory *m = &g->lane[c->lane];
+    float *dst = (float *)(m->proof + g->cap);
+    int64_t room = (int64_t)(g->cap / sizeof(float));
+    int32_t n = (int32_t)(room < QL_CUDA_CHAIN_ELEMENTS ? room : QL_CUDA_CHAIN_ELEMENTS);
+    int32_t many = room / n < QL_CUDA_CHAIN_ROUNDS ? (int32_t)(room / n) : QL_CUDA_CHAIN_ROUNDS;
+    int rounds = PROOF_SMALL_ROUNDS * (g->o.proof_times > 1 ? g->o.proof_times : 1);
+    ql_dev_count(&g->n_proved, (uint64_t)n * (uint64_t)(rounds / many * many));
+    for (int r = 0; r + many <= rounds; r += many) {
+        uint32_t round = 300001 + (uint32_t)r;
+        QL_TRY(ql_cuda_prove_chains(c->dev, dst, n, many, round));
+        for (int32_t i = 0; i < many; i++) {
+            proof_check<<<(unsigned)((n + THREADS - 1) / THREADS), THREADS, 0, stream_of(c)>>>(
+                dst + (int64_t)i * n, n, c->n_lane, round + (uint32_t)i, m->wrong);
+        }
+        if (r / many % 64 == 63) {
+            ql_dev_count(&c->dev->progress, 1);
+            QL_TRY(c->dev->ops->sync(c->dev));
+            QL_TRY(check(c));
+        }
+    }
+    QL_TRY(c->dev->ops->sync(c->dev));
+    return check(c);
+}
+
 /* Rounds of NCCL are ten times dearer and its code is proved elsewhere. */
 ql_status ql_comm_cuda_prove(ql_comm *c) {
     struct ql_comm_group *g = c->group;
@@ -554,23 +631,26 @@ ql_status ql_comm_cuda_prove(ql_comm *c) {
     int64_t largest = (int64_t)(g->cap / sizeof(float));
     int64_t small =
         (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) < largest ? (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) : largest;
-    for (int path = 0; path < 2; path++) {
-        bool is_peer = path == 0;
-        if (is_peer && !peer) {
+    bool chains = g->chain_tried[c->lane] = connect_chains(c);
+    enum { PEER, CHAIN, NCCL, WAYS };
+    for (int way = 0; way < WAYS; way++) {
+        bool is_peer = way == PEER;
+        if ((is_peer && !peer) || (way == CHAIN && !chains)) {
             continue;
         }
         struct lane_memory *m = &g->lane[c->lane];
         QL_TRY(c->dev->ops->zero(c->dev, m->wrong, sizeof *m->wrong));
-        QL_TRY(prove_path(c, is_peer, 4, is_peer ? PROOF_SMALL_ROUNDS : 100, 1));
-        QL_TRY(prove_path(c, is_peer, small, is_peer ? PROOF_SMALL_ROUNDS : 100, 100001));
-        QL_TRY(prove_path(c, is_peer, largest, is_peer ? PROOF_LARGE_ROUNDS : 5, 200001));
+        if (way == CHAIN) {
+            QL_TRY(prove_chains(c));
+        } else {
+            QL_TRY(prove_path(c, is_peer, 4, is_peer ? PROOF_SMALL_ROUNDS : 100, 1));
+            QL_TRY(prove_path(c, is_peer, small, is_peer ? PROOF_SMALL_ROUNDS : 100, 100001));
+            QL_TRY(prove_path(c, is_peer, largest, is_peer ? PROOF_LARGE_ROUNDS : 5, 200001));
+        }
         QL_TRY(c->dev->ops->d2h(c->dev, &g->n_wrong[c->lane], m->wrong, sizeof *m->wrong));
         QL_TRY(c->dev->ops->sync(c->dev));
-        if (is_peer) {
-            g->peer_ok[c->lane] = g->n_wrong[c->lane] == 0;
-        } else {
-            g->nccl_ok[c->lane] = g->n_wrong[c->lane] == 0;
-        }
+        bool *ok = is_peer ? g->peer_ok : way == CHAIN ? g->chain_ok : g->nccl_ok;
+        ok[c->lane] = g->n_wrong[c->lane] == 0;
     }
     return QL_OK;
 }
@@ -599,8 +679,25 @@ ql_status ql_comm_cuda_settle(ql_comm_group *g, ql_error *err) {
         return ql_fail(err, QL_ERR_DEVICE,
                        "NCCL gave wrong sums on these GPUs; use one lane, or another NCCL through QLANE_NCCL");
     }
+    bool chains = peer, tried = false;
+    for (int i = 0; i < g->o.n_lane; i++) {
+        chains = chains && g->chain_ok[i];
+        tried = tried || g->chain_tried[i];
+    }
+    if (tried && !chains) {
+        ql_logf(g->o.log, QL_LOG_WARN,
+                "sums inside chains are off: they were wrong; sums between chains serve, slower");
+    }
     g->use_peer = peer;
+    g->use_chains = chains;
     return QL_OK;
+}
+
+void ql_comm_cuda_keep_chains(ql_comm *c) {
+    if (!c->group->use_chains) {
+        ql_cuda_exchange none = {};
+        ql_cuda_connect_chains(c->dev, &none);
+    }
 }
 
 /* ---- close --------------------------------------------------------------------------------------------------------- */
@@ -621,6 +718,7 @@ void ql_comm_cuda_unbind(ql_comm *c) {
     dev->ops->free(dev, m->epoch);
     dev->ops->free(dev, m->proof);
     dev->ops->free(dev, m->wrong);
+    dev->ops->free(dev, m->room);
     dev->ops->free(dev, g->gathered[c->lane]);
     memset(m, 0, sizeof *m);
     g->gathered[c->lane] = NULL;

@@ -1,9 +1,10 @@
 /* Collectives of CUDA lanes. No CUDA or NCCL type crosses this header.
  *
- * Two paths, each proved when an engine opens and switched off, loudly, if it is wrong:
+ * Two paths, and a third inside the device's chains (kernels/chain.h), each proved when an engine opens and switched off, loudly, if it is wrong:
  *   peer   one kernel per collective: every lane pushes its data into its peers' memory, waits for their flags, and adds
  *          in tree order. For lanes whose GPUs can all reach each other's memory.
  *   nccl   NCCL's sum for two lanes (one exact addition), gather and tree addition for more.
+ *   chain  sums of a generation step, where the peer path is right and GPUs can add to each other's memory.
  * More than one lane needs NCCL to be there, so that there is a path on any machine.
  */
 #ifndef QL_RUNTIME_LANE_COMM_CUDA_H
@@ -42,6 +43,9 @@ ql_status ql_comm_cuda_prove(ql_comm *comm);
 
 /* On the caller's thread after all lanes proved: settles which paths are used, refuses when none is right. */
 ql_status ql_comm_cuda_settle(ql_comm_group *group, ql_error *err);
+
+/* On the lane's thread after that: the device's chains go on adding across lanes by themselves where that was proved on all lanes. */
+void ql_comm_cuda_keep_chains(ql_comm *comm);
 
 /* On the lane's thread, once every lane is idle. Accepts a comm that was never bound. */
 void ql_comm_cuda_unbind(ql_comm *comm);

@@ -44,6 +44,7 @@ static ql_status run_op(ql_model *m, const ql_op *op) {
     case QL_OP_GDN: return ops->gdn(m->dev, &op->u.gdn) == QL_OK ? QL_OK : failed(m, "gdn");
     case QL_OP_GATED_NORM: return ops->gated_norm(m->dev, &op->u.gated_norm) == QL_OK ? QL_OK : failed(m, "gated_norm");
     case QL_OP_SWIGLU: return ops->swiglu(m->dev, &op->u.swiglu) == QL_OK ? QL_OK : failed(m, "swiglu");
+    case QL_OP_EXCHANGE: return m->comm->reduce(m->comm, op->u.exchange.src, op->u.exchange.dst, op->u.exchange.n);
     }
     return ql_fail(m->dev->err, QL_ERR_INTERNAL, "lane %d: op kind %d", m->comm->lane, (int)op->kind);
 }
@@ -153,9 +154,8 @@ static ql_status row_parallel(ql_model *m, const ql_batch *b, const ql_weight *w
                                                  .precision = precision_of(m, b->phase)}}}));
     lap(m, kind, mark);
     if (own != y) {
-        QL_TRY(flush(m));
-        ql_dev_count(&m->dev->progress, 1);
-        QL_TRY(m->comm->reduce(m->comm, own, y, (int64_t)b->n_row * w->n));
+        QL_TRY(emit(
+            m, (ql_op){.kind = QL_OP_EXCHANGE, .u.exchange = {.src = own, .dst = y, .n = (int64_t)b->n_row * w->n}}));
         lap(m, QL_TIME_REDUCE, mark);
     }
     return QL_OK;

@@ -361,8 +361,7 @@ ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_sh
     for (int32_t i = 0; i < m->config->n_layer; i++) {
         m->layer[i].full_attention = m->config->full_attention[i];
     }
-    if (dev->ops->chain && comm->n_lane == 1 &&
-        limits->gen_precision != QL_PREC_Q8) { /* between two exchanges a chain is too short to gain */
+    if (dev->ops->chain && limits->gen_precision != QL_PREC_Q8) {
         QL_TRY_GOTO(ql_alloc(dev->mem, QL_CHAIN_MAX, sizeof *m->chain, "a chain of ops", (void **)&m->chain, err),
                     fail);
     }
