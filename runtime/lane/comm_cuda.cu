@@ -25,7 +25,7 @@
 #include <cuda_runtime.h>
 #include <string.h>
 
-constexpr int MAX_LANES = 8, THREADS = 256, CHUNK = 4096 /* bytes */, VECTOR = 16, AT_ONCE = 4;
+constexpr int MAX_LANES = 8, THREADS = 256, CHUNK = 4096 /* bytes */, VECTOR = 16;
 constexpr int PROOF_SMALL_ROUNDS = 10000, PROOF_LARGE_ROUNDS = 50;
 constexpr size_t PROOF_SMALL_BYTES = 64 << 10;
 
@@ -172,97 +172,145 @@ __device__ __forceinline__ void store_words(uint8_t *p, size_t left, uint4 v) {
     }
 }
 
-/* A thread has 16 bytes of a chunk, and a block GROUP chunks under way, since what a lane waits for is a round trip, whatever
- * its size. `bytes` and all pointers are multiples of 4. */
-template <int N, int GROUP> __global__ void __launch_bounds__(THREADS) exchange(struct exchange_args a) {
-    static_assert(N * GROUP <= THREADS, "a thread a flag");
-    __shared__ int failed;
-    if (threadIdx.x == 0) {
-        failed = 0;
+/* Adds the parts of 16 bytes at `at`, or hands them on. */
+template <int N>
+__device__ __forceinline__ void finish_vector(const struct exchange_args &a, size_t at, size_t parity, uint4 own) {
+    uint4 part[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        /* past L1, which may hold the slot's content of two epochs ago */
+        part[i] = i == a.lane ? own : __ldcg((const uint4 *)(a.slot[a.lane] + parity + (size_t)i * a.cap + at));
     }
-    int n_chunk = (int)((a.bytes + CHUNK - 1) / CHUNK);
-    auto chunk = [&](int first, int g) { return first + g * (int)gridDim.x; };
-    for (int first = blockIdx.x; first < n_chunk; first += GROUP * gridDim.x) {
-        uint32_t epoch[GROUP];
-        uint4 own[GROUP];
-        auto place = [&](int g) { return (size_t)chunk(first, g) * CHUNK + threadIdx.x * VECTOR; };
-#pragma unroll
-        for (int g = 0; g < GROUP; g++) {
-            size_t at = place(g);
-            epoch[g] = chunk(first, g) < n_chunk ? a.epoch[chunk(first, g)] + 1 : 0;
-            own[g] = make_uint4(0, 0, 0, 0);
-            if (at < a.bytes) {
-                own[g] = a.whole ? *(const uint4 *)(a.src + at) : load_words(a.src + at, a.bytes - at);
-            }
+    if (a.sum) {
+        float4 sum = tree4<N>(part);
+        if (a.whole) {
+            *(float4 *)(a.dst + at) = sum;
+        } else {
+            store_words(a.dst + at, a.bytes - at, *(uint4 *)&sum);
         }
-        auto parity = [&](int g) { return (size_t)(epoch[g] & 1) * N * a.cap; };
+        return;
+    }
 #pragma unroll
-        for (int g = 0; g < GROUP; g++) {
-            if (place(g) < a.bytes) {
-#pragma unroll
-                for (int i = 1; i < N; i++) {
-                    int peer = (a.lane + i) % N;
-                    *(uint4 *)(a.slot[peer] + parity(g) + (size_t)a.lane * a.cap + place(g)) = own[g];
-                }
-            }
-        }
-        __syncthreads();
-        int c = chunk(first, (int)threadIdx.x / N), peer = (int)threadIdx.x % N;
-        if (threadIdx.x < N * GROUP && c < n_chunk && peer != a.lane) {
-            uint32_t now = a.epoch[c] + 1;
-            __threadfence_system(); /* the block's stores, ordered by the barrier, before the flag */
-            store_release(a.flag[peer] + (size_t)a.lane * a.n_chunk_max + c, now);
-            if (!wait_flag(a.flag[a.lane] + (size_t)peer * a.n_chunk_max + c, now, peer, a)) {
-                failed = 1;
-            }
-        }
-        __syncthreads();
-        if (threadIdx.x < GROUP && chunk(first, threadIdx.x) < n_chunk) {
-            a.epoch[chunk(first, threadIdx.x)]++;
-        }
-        if (failed) {
-            return;
-        }
-#pragma unroll
-        for (int g = 0; g < GROUP; g++) {
-            size_t at = place(g);
-            if (at >= a.bytes) {
-                continue;
-            }
-            uint4 part[N];
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                /* past L1, which may hold the slot's content of two epochs ago */
-                part[i] =
-                    i == a.lane ? own[g] : __ldcg((const uint4 *)(a.slot[a.lane] + parity(g) + (size_t)i * a.cap + at));
-            }
-            if (a.sum) {
-                float4 sum = tree4<N>(part);
-                if (a.whole) {
-                    *(float4 *)(a.dst + at) = sum;
-                } else {
-                    store_words(a.dst + at, a.bytes - at, *(uint4 *)&sum);
-                }
-                continue;
-            }
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                if (a.whole) {
-                    *(uint4 *)(a.dst + (size_t)i * a.bytes + at) = part[i];
-                } else {
-                    store_words(a.dst + (size_t)i * a.bytes + at, a.bytes - at, part[i]);
-                }
-            }
+    for (int i = 0; i < N; i++) {
+        if (a.whole) {
+            *(uint4 *)(a.dst + (size_t)i * a.bytes + at) = part[i];
+        } else {
+            store_words(a.dst + (size_t)i * a.bytes + at, a.bytes - at, part[i]);
         }
     }
 }
 
+__device__ __forceinline__ uint4 load_own(const struct exchange_args &a, size_t at) {
+    return a.whole ? *(const uint4 *)(a.src + at) : load_words(a.src + at, a.bytes - at);
+}
+
 template <int N>
-static void launch_exchange(unsigned grid, bool many, cudaStream_t stream, const struct exchange_args &a) {
-    if (many) {
-        exchange<N, AT_ONCE><<<grid, THREADS, 0, stream>>>(a);
+__device__ __forceinline__ void push_vector(const struct exchange_args &a, size_t at, size_t parity, uint4 own) {
+#pragma unroll
+    for (int i = 1; i < N; i++) {
+        int peer = (a.lane + i) % N;
+        *(uint4 *)(a.slot[peer] + parity + (size_t)a.lane * a.cap + at) = own;
+    }
+}
+
+/* Behind a barrier after push_vector. */
+__device__ __forceinline__ void send_flag(const struct exchange_args &a, int c, int peer, uint32_t epoch) {
+    __threadfence_system(); /* the block's stores, ordered by the barrier, before the flag */
+    store_release(a.flag[peer] + (size_t)a.lane * a.n_chunk_max + c, epoch);
+}
+
+__device__ __forceinline__ bool await_flag(const struct exchange_args &a, int c, int peer, uint32_t epoch) {
+    return wait_flag(a.flag[a.lane] + (size_t)peer * a.n_chunk_max + c, epoch, peer, a);
+}
+
+/* Short vectors: a block a chunk, a thread 16 bytes. `bytes` and all pointers are multiples of 4. */
+template <int N> __global__ void __launch_bounds__(THREADS) exchange(struct exchange_args a) {
+    __shared__ int failed;
+    int c = blockIdx.x, peer = (int)threadIdx.x;
+    uint32_t epoch = a.epoch[c] + 1;
+    size_t at = (size_t)c * CHUNK + threadIdx.x * VECTOR, parity = (size_t)(epoch & 1) * N * a.cap;
+    uint4 own = make_uint4(0, 0, 0, 0);
+    if (at < a.bytes) {
+        own = load_own(a, at);
+        push_vector<N>(a, at, parity, own);
+    }
+    if (threadIdx.x == 0) {
+        failed = 0;
+    }
+    __syncthreads();
+    if (peer < N && peer != a.lane) {
+        send_flag(a, c, peer, epoch);
+        if (!await_flag(a, c, peer, epoch)) {
+            failed = 1;
+        }
+    } else if (peer == a.lane) {
+        a.epoch[c] = epoch;
+    }
+    __syncthreads();
+    if (!failed && at < a.bytes) {
+        finish_vector<N>(a, at, parity, own);
+    }
+}
+
+/* Half a block meets; whether any of its threads says so. */
+__device__ __forceinline__ bool any_of_half(int half, bool mine) {
+    int any;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.s32 %0, 1, 0, q;\n}"
+                 : "=r"(any)
+                 : "r"((int)mine), "r"(1 + half), "n"(THREADS)
+                 : "memory");
+    return any != 0;
+}
+
+/* Long ones: half a block pushes its chunks and never waits, the other half adds them as they come, so that the link is never
+ * idle. GROUP chunks at once in each, since what a wait costs is a round trip, whatever its size. */
+template <int N> __global__ void __launch_bounds__(2 * THREADS, 2) exchange_many(struct exchange_args a) {
+    constexpr int GROUP = N == 8 ? 2 : 4;
+    int n_chunk = (int)((a.bytes + CHUNK - 1) / CHUNK), half = threadIdx.x / THREADS, t = threadIdx.x % THREADS;
+    for (int first = blockIdx.x; first < n_chunk; first += GROUP * (int)gridDim.x) {
+        auto chunk = [&](int g) { return first + g * (int)gridDim.x; };
+        auto place = [&](int g) { return (size_t)chunk(g) * CHUNK + t * VECTOR; };
+        int c = chunk(t / N), peer = t % N;
+        bool flags = t < N * GROUP && c < n_chunk && peer != a.lane;
+        uint4 own[GROUP];
+        size_t parity[GROUP];
+        if (half == 1 && any_of_half(half, flags && !await_flag(a, c, peer, a.epoch[c] + 1))) {
+            break;
+        }
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            if (place(g) < a.bytes) {
+                own[g] = load_own(a, place(g));
+                parity[g] = (size_t)(a.epoch[chunk(g)] + 1 & 1) * N * a.cap;
+            }
+        }
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            if (place(g) < a.bytes && half == 0) {
+                push_vector<N>(a, place(g), parity[g], own[g]);
+            } else if (place(g) < a.bytes) {
+                finish_vector<N>(a, place(g), parity[g], own[g]);
+            }
+        }
+        if (half == 0) {
+            any_of_half(half, false);
+            if (flags) {
+                send_flag(a, c, peer, a.epoch[c] + 1);
+            }
+        }
+    }
+    __syncthreads(); /* both halves have read the epochs */
+    for (int c = blockIdx.x + (int)gridDim.x * (int)threadIdx.x; c < n_chunk; c += 2 * THREADS * (int)gridDim.x) {
+        a.epoch[c]++;
+    }
+}
+
+template <int N>
+static void launch_exchange(int n_chunk, int most, cudaStream_t stream, const struct exchange_args &a) {
+    if (n_chunk > most) {
+        exchange_many<N><<<(unsigned)most, 2 * THREADS, 0, stream>>>(a);
     } else {
-        exchange<N, 1><<<grid, THREADS, 0, stream>>>(a);
+        exchange<N><<<(unsigned)n_chunk, THREADS, 0, stream>>>(a);
     }
 }
 
@@ -309,17 +357,15 @@ static ql_status peer_exchange(ql_comm *c, const void *src, void *dst, size_t by
     a.epoch = g->lane[c->lane].epoch;
     a.words = (struct host_words *)g->device_words[c->lane];
     a.wait_ns = (unsigned long long)g->o.wait_ms * 1000000ull;
-    size_t chunks = (bytes + CHUNK - 1) / CHUNK;
+    int n_chunk = (int)((bytes + CHUNK - 1) / CHUNK);
     int most = g->n_block[0]; /* the same grid on every lane: the fewest blocks that fit on any */
     for (int i = 1; i < c->n_lane; i++) {
         most = g->n_block[i] < most ? g->n_block[i] : most;
     }
-    unsigned grid = (unsigned)(chunks < (size_t)most ? chunks : (size_t)most);
-    bool many = chunks > grid;
     switch (c->n_lane) {
-    case 2: launch_exchange<2>(grid, many, stream_of(c), a); break;
-    case 4: launch_exchange<4>(grid, many, stream_of(c), a); break;
-    default: launch_exchange<8>(grid, many, stream_of(c), a); break;
+    case 2: launch_exchange<2>(n_chunk, most, stream_of(c), a); break;
+    case 4: launch_exchange<4>(n_chunk, most, stream_of(c), a); break;
+    default: launch_exchange<8>(n_chunk, most, stream_of(c), a); break;
     }
     return cu_check(c, cudaGetLastError(), "reduction over peer memory");
 }
@@ -495,7 +541,7 @@ ql_status ql_comm_cuda_bind(ql_comm_group *g, int32_t lane, ql_dev *dev, ql_comm
     QL_TRY(cu_check(c, cudaHostGetDevicePointer((void **)&g->device_words[lane], g->words[lane], 0), "pinned memory"));
     ql_abort_mirror(g->o.abort, lane, &g->words[lane]->abort);
     int per_sm = 0, n_sm = 0;
-    QL_TRY(cu_check(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, exchange<8, AT_ONCE>, THREADS, 0),
+    QL_TRY(cu_check(c, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, exchange_many<8>, 2 * THREADS, 0),
                     "occupancy"));
     QL_TRY(cu_check(c, cudaDeviceGetAttribute(&n_sm, cudaDevAttrMultiProcessorCount, ql_cuda_ordinal(dev)),
                     "device query"));
