@@ -5,7 +5,7 @@
 #     tools/gpu-test.sh [BUILD [STEP...]]
 #
 # BUILD (default build) holds what `make gpu` built, or only its gpu.tar.gz, which is unpacked where it is newer: nothing is
-# compiled here. Steps are kcheck, chain, gate, 27b, check, collectives, sanitize, memcheck, racecheck, initcheck and synccheck, all
+# compiled here. Steps are kcheck, chain, lanes, gate, 27b, check, collectives, sanitize, memcheck, racecheck, initcheck and synccheck, all
 # by default. With one GPU the tests of more lanes are skipped and counted as that. Logs go to $OUT or BUILD/gpu-logs.
 #
 #     GATE=FILTER         only those tests of gate, "*" stands for any text
@@ -24,7 +24,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 dir=${1:-build}
 shift $(($# > 0))
-steps=${*:-kcheck chain gate 27b check collectives sanitize memcheck racecheck initcheck synccheck}
+steps=${*:-kcheck chain lanes gate 27b check collectives sanitize memcheck racecheck initcheck synccheck}
 out=${OUT:-$dir/gpu-logs}
 limit=${LIMIT:-900}
 mkdir -p "$out" || exit 1
@@ -137,7 +137,8 @@ run_27b() {
         same_crc "lanes$n" --lanes $n
         same_crc "lanes$n.chunk64" --lanes $n --chunk 64
         same_crc "lanes$n.chunk2048" --lanes $n --chunk 2048
-        ((n > 1)) || same_crc "lanes$n.one_by_one" --lanes $n --kernel chain=off
+        same_crc "lanes$n.one_by_one" --lanes $n --kernel chain=off
+        ((n == 1)) || same_crc "lanes$n.between" --lanes $n --kernel chain=lane
         speeds+="${speeds:+; }$n: $(timeout -k 10 "$limit" "${run[@]}" -m "$ckpt" -n 128 --lanes $n 2>>"$log" | sed -nE \
             's/.*"load_s": *([0-9.]+).*"prefill_tok_s": *([0-9]+).*"decode_tok_s": *([0-9]+\.[0-9]).*/load \1 s, prompt \2, generated \3 tok\/s/p')"
     done
@@ -164,6 +165,15 @@ run_chain() {
     grep -E '^FAIL' "$log" | head -20
     read -r passed failed skipped < <(sed -nE 's/^chain: ([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped/\1 \2 \3/p' "$log")
     row chain $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" "$(sed -n 's/^# rows 1: //p' "$log")"
+}
+
+run_lanes() {
+    local start=$EPOCHREALTIME log=$out/lanes.log
+    timeout -k 10 "$limit" "$dir/gpu/lanes" >"$log" 2>&1
+    local rc=$? passed failed skipped
+    grep -E '^FAIL' "$log" | head -20
+    read -r passed failed skipped < <(sed -nE 's/^lanes: ([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped/\1 \2 \3/p' "$log")
+    row lanes $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" ""
 }
 
 run_collectives() {
@@ -237,10 +247,10 @@ run_tool() { # run_tool TOOL
 
 for step in $steps; do
     case $step in
-    kcheck | chain | gate | 27b | check | collectives | sanitize) "run_$step" ;;
+    kcheck | chain | lanes | gate | 27b | check | collectives | sanitize) "run_$step" ;;
     memcheck | racecheck | initcheck | synccheck) run_tool "$step" ;;
     *)
-        echo "gpu-test: unknown step $step; there are kcheck, chain, gate, 27b, check, collectives, sanitize, memcheck," \
+        echo "gpu-test: unknown step $step; there are kcheck, chain, lanes, gate, 27b, check, collectives, sanitize, memcheck," \
             "racecheck, initcheck, synccheck" >&2
         exit 2
         ;;
