@@ -93,15 +93,17 @@ __device__ __forceinline__ int all_units(const struct product &p) {
     return p.epilogue == GATED ? 2 * p.units : p.units;
 }
 
-/* Unit u of a task, counted over its pieces. */
+/* Unit u of a task, counted over its pieces, and with `pair` the one behind it. */
 __device__ __forceinline__ struct unit_at locate_unit(const struct product &p, int u) {
     int piece = u >= p.units, unit = u - piece * p.units, per_stage = stage_units(p.format);
-    int first = tile_of(p, unit), skip = first - tile_of(p, unit / per_stage * per_stage);
+    int first = tile_of(p, unit), skip = first - tile_of(p, unit / per_stage * per_stage), next = tile_of(p, unit + 1);
+    int second = p.pair ? tile_of(p, unit + 2) - next : 0;
     return unit_at{(uint16_t)(skip * TILE_BYTES),
                    (uint16_t)(SCALES_AT + skip * TILE_SCALE_BYTES),
                    (uint32_t)(first * tile_k(p.format) * 2),
                    (uint16_t)(piece * p.stages + unit / per_stage),
-                   (uint16_t)(tile_of(p, unit + 1) - first),
+                   (uint8_t)(next - first),
+                   (uint8_t)second,
                    (uint32_t)first};
 }
 
@@ -198,6 +200,11 @@ __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *roo
                 }
             }
         }
+    }
+    uint32_t from = r.soon_bytes / gridDim.x * blockIdx.x & ~15u,
+             to = r.soon_bytes / gridDim.x * (blockIdx.x + 1) & ~15u;
+    for (; from < to; from += min(to - from, 1u << 14)) {
+        prefetch(r.soon + from, min(to - from, 1u << 14));
     }
 }
 
@@ -369,10 +376,11 @@ __device__ __forceinline__ void plain_rows(const struct product &p, const float 
 }
 
 /* Residual addition and norm of a row, its columns to xs, for plain weights in f32 to y; the sums are those of norm.cu. This
- * block's share of x + delta waits in `pend` until all blocks have read x. */
-template <int COLS>
+ * block's share of x + delta waits in `pend` until all blocks have read x. `wait` returns when x and delta are there: all that
+ * can be known before is. */
+template <int COLS, typename F>
 __device__ __forceinline__ void norm_x(const struct product &p, int row, const float4 w[NORM_KEEP], uint16_t *xs,
-                                       float *y, struct shared *sh) {
+                                       float *y, struct shared *sh, F wait) {
     /* Eight warps, a lane the work of four neighbouring threads of the norm kernel: columns 4 t .. 4 t + 3 of each 1,024. */
     constexpr int WARPS = NORM_THREADS / 128;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, stride = x_stride(p.k, p.format), parts = p.delta_parts;
@@ -380,15 +388,20 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
     bool plain = p.n_plain > 0;
     const float *x = p.x + row * p.ldx, *delta = p.delta + row * p.k;
     const float4 none = make_float4(0, 0, 0, 0);
+    const float *x_at = x + at, *delta_at = delta + at, *second_at = delta_at + p.delta_stride;
+    int lo = share_begin(p.k, blockIdx.x), share = share_begin(p.k, blockIdx.x + 1) - lo;
+    asm volatile("" : "+l"(x_at), "+l"(delta_at), "+l"(second_at), "+r"(lo), "+r"(share), "+r"(k), "+r"(parts));
+    wait();
     float4 v[NORM_KEEP];
     if (warp < WARPS) {
         float4 d[2][NORM_KEEP]; /* all loads before the first use */
 #pragma unroll
         for (int j = 0; j < NORM_KEEP; j++) {
-            int i = j * NORM_THREADS + at;
-            v[j] = i < k ? load_fresh4(x + i) : none;
-            d[0][j] = i < k && parts >= 1 ? load_fresh4(delta + i) : none;
-            d[1][j] = i < k && parts >= 2 ? load_fresh4(delta + p.delta_stride + i) : none;
+            int i = j * NORM_THREADS;
+            bool there = i + at < k;
+            v[j] = there ? load_fresh4(x_at + i) : none;
+            d[0][j] = there && parts >= 1 ? load_fresh4(delta_at + i) : none;
+            d[1][j] = there && parts >= 2 ? load_fresh4(second_at + i) : none;
         }
         float sum[4] = {};
         if (parts >= 2) {
@@ -429,8 +442,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
             sh->part[warp * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
         }
     } else if (parts > 0) {
-        int lo = share_begin(p.k, blockIdx.x), n = share_begin(p.k, blockIdx.x + 1) - lo;
-        for (int i = threadIdx.x - 32 * WARPS; i < n; i += N_THREAD - 32 * WARPS) {
+        for (int i = threadIdx.x - 32 * WARPS; i < share; i += N_THREAD - 32 * WARPS) {
             sh->pend[row][i] = load_fresh(x + lo + i) + add_parts(delta + lo + i, parts, p.delta_stride);
         }
     }
@@ -490,22 +502,24 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
     }
 }
 
-/* The block's part of the rows at p.x. */
-template <int COLS>
-__device__ __forceinline__ void slices_x(const struct run &r, const struct product &p, uint16_t *xs,
-                                         struct shared *sh) {
+/* The block's part of the rows at p.x, once `wait` has returned. */
+template <int COLS, typename F>
+__device__ __forceinline__ void slices_x(const struct run &r, const struct product &p, uint16_t *xs, struct shared *sh,
+                                         F wait) {
     int slices = p.n_slice >> p.log_parts, per = warps_of_slice(slices), each = 32 * per;
     int k = slices * p.ks, stride = x_stride(k, p.format), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int slice = warp / per, t = threadIdx.x - slice * each, at = slice * p.ks;
     int n = slice < slices ? p.ks : 0; /* of this thread's slice */
-    for (int row = 0; row < r.n_row; row++) {
-        const float *x = p.x + row * p.ldx + (blockIdx.x & (p.parts - 1)) * k + at;
+    const float *x = p.x + (blockIdx.x & (p.parts - 1)) * k + at + 4 * t;
+    asm volatile("" : "+l"(x), "+r"(each), "+r"(n), "+r"(t));
+    wait();
+    for (int row = 0; row < r.n_row; row++, x += p.ldx) {
         float4 v[X_KEEP / 4];
         float most = 0.0f, back;
 #pragma unroll
         for (int j = 0; j < X_KEEP / 4; j++) {
             int i = 4 * (j * each + t);
-            v[j] = i < n ? load_fresh4(x + i) : make_float4(0, 0, 0, 0);
+            v[j] = i < n ? load_fresh4(x + 4 * j * each) : make_float4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int j = 0; j < X_KEEP / 4; j++) {
@@ -625,125 +639,118 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
 /* The tree over N slices of a weight row: u is the first slice's first unit, whose neighbours are `step` away. */
 template <int N>
 __device__ __forceinline__ float add_slices(const float *u, int step, int per_slice, const float *xscale, float f) {
-    float v[MAX_SLICES];
+    constexpr int AT_ONCE = N <= 2 ? 8 : N == 4 ? 4 : 2;
+    float v[MAX_SLICES], scale[N];
 #pragma unroll
     for (int q = 0; q < N; q++) {
-        v[q] = u[q * per_slice * step];
+        scale[q] = xscale[q];
     }
-#pragma unroll(N == 1 ? 8 : N == 2 ? 4 : 2)
-    for (int j = 1; j < per_slice; j++) {
+#pragma unroll 1
+    for (int j = 0; j < per_slice; j += AT_ONCE) {
+        float l[N][AT_ONCE]; /* all loads before the first use */
 #pragma unroll
-        for (int q = 0; q < N; q++) {
-            v[q] += u[(q * per_slice + j) * step];
+        for (int i = 0; i < AT_ONCE; i++) {
+#pragma unroll
+            for (int q = 0; q < N; q++) {
+                if (j + i < per_slice) {
+                    l[q][i] = u[(q * per_slice + j + i) * step];
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+#pragma unroll
+            for (int q = 0; q < N; q++) {
+                if (j + i < per_slice) {
+                    v[q] = i == 0 && j == 0 ? l[q][i] : v[q] + l[q][i];
+                }
+            }
         }
     }
 #pragma unroll
     for (int q = 0; q < N; q++) {
-        v[q] = __fmul_rn(v[q], xscale[q] * f);
+        v[q] = __fmul_rn(v[q], scale[q] * f);
     }
     return slice_tree(v, N);
 }
 
-/* The finished sum of slices q .. q + n - 1 of a weight row (0..15 of its tile) and row of x, from the units of its piece. */
-__device__ __noinline__ float finish(const struct shared *sh, const struct product &p, float f, int n_row, int row,
-                                     int q, int n, const float *units) {
-    int step = n_row * 16;
-    const float *u = units + (q * p.per_slice * n_row + row) * 16 + (threadIdx.x & 15),
-                *xscale = sh->xscale + row * (p.n_slice >> p.log_parts) + q;
-    switch (n) {
-    case 1: return add_slices<1>(u, step, p.per_slice, xscale, f);
-    case 2: return add_slices<2>(u, step, p.per_slice, xscale, f);
-    case 4: return add_slices<4>(u, step, p.per_slice, xscale, f);
-    default: return add_slices<8>(u, step, p.per_slice, xscale, f);
-    }
-}
-
-/* All rows of a task, by one warp. */
-__device__ __forceinline__ void finish_task(const struct run &r, const struct shared *sh, const struct product &p,
-                                            int task, const float *units, const struct extra *x) {
-    int lane = threadIdx.x & 31, in_tile = lane & 15, half = lane >> 4;
-    struct piece_of at = find_piece_of(p, task, 0);
-    const struct chain_target &t = *at.t;
-    int wr = at.row_tile * TILE_ROWS + in_tile, slices = p.n_slice >> p.log_parts;
-    if (p.epilogue == GATED) {
-        const struct chain_target &mine = p.target[half];
-        float f = mine.row_scale ? x->scale[half][in_tile] : mine.factor;
-        for (int row = 0; row < r.n_row; row++) {
-            float v = finish(sh, p, f, r.n_row, row, 0, slices, units + half * p.units * r.n_row * 16);
-            float up = __shfl_down_sync(0xffffffffu, v, 16);
-            if (half == 0) {
-                t.y[row * t.ldy + wr] = silu(v) * up;
-            }
-        }
-        return;
-    }
-    float f = t.row_scale ? x->scale[0][in_tile] : t.factor;
-    if (p.epilogue == CONV && at.t == &p.target[0]) {
-        float4 w = x->conv[in_tile];
-        for (int s = 0; s < r.n_seg; s++) {
-            bool fresh = sh->seg_pos[s] == 0;
-            float x0 = fresh ? 0.0f : x->tail[s][0][in_tile], x1 = fresh ? 0.0f : x->tail[s][1][in_tile],
-                  x2 = fresh ? 0.0f : x->tail[s][2][in_tile];
-            for (int row = sh->seg_row[s]; row < sh->seg_row[s + 1]; row++) {
-                float x3 = finish(sh, p, f, r.n_row, row, 0, slices, units);
-                if (half == 0) {
-                    p.u[row * t.n + wr] = silu(fmaf(w.w, x3, fmaf(w.z, x2, fmaf(w.y, x1, w.x * x0))));
-                }
-                x0 = x1;
-                x1 = x2;
-                x2 = x3;
-            }
-            if (half == 0) {
-                float *tail = p.tail + (int64_t)sh->seg_slot[s] * 3 * t.n + wr;
-                tail[0] = x0;
-                tail[t.n] = x1;
-                tail[2 * t.n] = x2;
-            }
-        }
-        return;
-    }
-    auto put = [&](int row, float v) {
-        int e = row * t.ldy + wr;
-        if (p.exchange < 0) {
-            t.y[at.part * p.part_stride + e] = v;
-        } else {
-            share_sum(r.lanes, sh, p.exchange, (r.lanes.lane * p.parts + at.part) * p.part_stride + e, v);
-        }
-    };
-    if (r.n_row == 1 && slices > 1) { /* half of the tree each */
-        float v = finish(sh, p, f, 1, 0, half * slices / 2, slices / 2, units);
-        v += __shfl_down_sync(0xffffffffu, v, 16);
-        if (half == 0) {
-            put(0, v);
-        }
-        return;
-    }
-    for (int row = half; row < r.n_row; row += 2) {
-        put(row, finish(sh, p, f, r.n_row, row, 0, slices, units));
-    }
-}
-
 /* The finishing warp, all products of the run: a task when its units are in, in order; after the last of a product it says
- * that the block's part is written. */
+ * that the block's part is written. Half a warp has a tile's rows: of GATED one half adds up gate, the other up; slices of a
+ * row-parallel product are shared by the halves. */
 __device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t *room) {
-    const float *sets = (const float *)(room + r.sets_at);
-    const uint8_t *extras = room + r.extras_at;
-    unsigned last = sh->base + gridDim.x * r.n_op;
-    int n = 0, lane = threadIdx.x & 31;
+    int n = 0, lane = threadIdx.x & 31, in_tile = lane & 15, half = lane >> 4;
+#pragma unroll 1
     for (int i = 0; i < r.n_op; i++) {
         if (sh->op[i].kind != PRODUCT) {
             continue;
         }
         const struct product &p = sh->op[i].product;
-        int all = all_units(p), left = p.tasks;
-        for (int task = blockIdx.x; left-- > 0; task += gridDim.x, n++) {
-            int set = n % SUM_SETS;
+        int slices = p.n_slice >> p.log_parts, step = r.n_row * 16;
+        bool gated = p.epilogue == GATED, split = !gated && slices > 1;
+        int count = split ? slices / 2 : slices, q0 = split ? half * count : 0;
+        int from = in_tile + ((gated ? half * p.units : 0) + q0 * p.per_slice) * step;
+#pragma unroll 1
+        for (int left = p.tasks - 1, task = blockIdx.x; left >= 0; left--, task += gridDim.x, n++) {
+            int set = n % SUM_SETS, row_tile = task >> p.log_parts, which = 0;
+            while (!gated && which + 1 < p.n_target && row_tile >= p.target[which].row_tiles) {
+                row_tile -= p.target[which++].row_tiles;
+            }
+            const struct chain_target &t = p.target[which], &mine = p.target[gated ? half : which];
+            const struct extra *x = (const struct extra *)(room + r.extras_at + n % AHEAD * r.extra_bytes);
+            const float *u = (const float *)(room + r.sets_at) + set * r.set_floats + from,
+                        *scale = mine.row_scale ? x->scale[gated ? half : 0] + in_tile : &mine.factor;
+            bool conv = p.epilogue == CONV && which == 0;
+            int wr = row_tile * TILE_ROWS + in_tile, ldy = conv ? t.n : t.ldy, s = -1;
+            float *y = (conv ? p.u : t.y + (task & (p.parts - 1)) * p.part_stride) + wr, *tail = NULL;
             if (lane == 0) { /* for the arrivals that there are not */
-                barrier_arrive(shared_address(&sh->summed[set]), SUM_ARRIVALS - all - (left == 0 ? N_WARP : 0));
+                barrier_arrive(shared_address(&sh->summed[set]),
+                               SUM_ARRIVALS - all_units(p) - (left == 0 ? N_WARP : 0));
             }
             barrier_wait(shared_address(&sh->summed[set]), n / SUM_SETS & 1);
-            finish_task(r, sh, p, task, sets + set * r.set_floats,
-                        (const struct extra *)(extras + n % AHEAD * r.extra_bytes));
+            float f = *scale, x0 = 0.0f, x1 = 0.0f, x2 = 0.0f;
+            float4 w = conv ? x->conv[in_tile] : make_float4(0, 0, 0, 0);
+#pragma unroll 1
+            for (int row = 0; row < r.n_row; row++) {
+                const float *xscale = sh->xscale + row * slices + q0;
+                float v;
+                switch (count) {
+                case 1: v = add_slices<1>(u + row * 16, step, p.per_slice, xscale, f); break;
+                case 2: v = add_slices<2>(u + row * 16, step, p.per_slice, xscale, f); break;
+                case 4: v = add_slices<4>(u + row * 16, step, p.per_slice, xscale, f); break;
+                default: v = add_slices<8>(u + row * 16, step, p.per_slice, xscale, f); break;
+                }
+                float other = __shfl_down_sync(0xffffffffu, v, 16);
+                v = split ? v + other : v;
+                if (conv) {
+                    if (s < 0 || row == sh->seg_row[s + 1]) {
+                        s++;
+                        bool fresh = sh->seg_pos[s] == 0;
+                        x0 = fresh ? 0.0f : x->tail[s][0][in_tile];
+                        x1 = fresh ? 0.0f : x->tail[s][1][in_tile];
+                        x2 = fresh ? 0.0f : x->tail[s][2][in_tile];
+                        tail = p.tail + (int64_t)sh->seg_slot[s] * 3 * t.n + wr;
+                    }
+                    if (half == 0 && row + 1 == sh->seg_row[s + 1]) {
+                        tail[0] = x1;
+                        tail[t.n] = x2;
+                        tail[2 * t.n] = v;
+                    }
+                    float now = v;
+                    v = fmaf(w.w, v, fmaf(w.z, x2, fmaf(w.y, x1, w.x * x0)));
+                    x0 = x1;
+                    x1 = x2;
+                    x2 = now;
+                }
+                if (conv || gated) {
+                    v = silu(v);
+                }
+                if (half == 0 && p.exchange < 0) {
+                    y[row * ldy] = gated ? v * other : v;
+                } else if (half == 0) {
+                    share_sum(r.lanes, sh, p.exchange,
+                              (r.lanes.lane * p.parts + (task & (p.parts - 1))) * p.part_stride + row * ldy + wr, v);
+                }
+            }
             __syncwarp();
             if (lane == 0) {
                 asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->finished[set])),
@@ -751,10 +758,21 @@ __device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t
                              : "memory");
             }
             if (left == 0) {
-                arrive(r, sh->op[i], i + 1 == r.n_op, last);
+                arrive(r, sh->op[i], i + 1 == r.n_op, sh->base + gridDim.x * r.n_op);
             }
         }
     }
+}
+
+/* How far a warp's units are from each other, four distances in turn. Dealt to 16 places, two more than there are warps: the
+ * last two go in turn to the warps of those schedulers that have one computing warp less, so that all have the same work. */
+__device__ __forceinline__ uint32_t distances(int warp, int dealt) {
+    uint32_t all = 0x01010101u * dealt;
+    if (dealt <= N_WARP || (warp & 2) == 0 || warp >= 12) {
+        return all;
+    }
+    int at = 8 * (warp >> 2), first = 14 + (warp & 1) - warp;
+    return (all & ~(0xffffu << at)) | (first | (dealt - first) << 8) << at;
 }
 
 /* The units of a product are dealt to the warps in turn, from the first warp and the block's first task on. A warp walks over
@@ -764,15 +782,16 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
                                          uint8_t *room, struct shared *sh) {
     constexpr int KT = tile_k(FMT);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    int all = all_units(p), stages = all / p.units * p.stages, task0 = p.task0, end = task0 + p.tasks;
-    int dealt = p.dealt;
+    int pair = FMT == QL_FORMAT_NVFP4 ? p.pair : 0, all = all_units(p) >> pair;
+    int stages = p.epilogue == GATED ? 2 * p.stages : p.stages, task0 = p.task0, end = task0 + p.tasks;
+    uint32_t steps = distances(warp, p.dealt);
     int column =
         min(lane >> 2, r.n_row * COLS - 1); /* results of the columns that there are not depend on them alone */
     uint32_t x = shared_address(room + r.x_at) + column * x_stride(p.k >> p.log_parts, FMT) * 2 + (lane & 3) * (KT / 2),
              full = shared_address(sh->full);
-    int u = warp, task = warp < dealt ? task0 : end, stage = p.stage0;
+    int u = warp, task = warp < p.dealt ? task0 : end, stage = p.stage0;
 #pragma unroll 1
-    for (;; u += dealt) {
+    for (;; u += steps & 0xff, steps = __funnelshift_r(steps, steps, 8)) {
         for (; u >= all; u -= all, task++) {
             stage += stages;
         }
@@ -780,8 +799,8 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
             break;
         }
         uint4 raw = load_shared4(shared_address(unit + u));
-        const struct unit_at w = {(uint16_t)raw.x, (uint16_t)(raw.x >> 16), raw.y,
-                                  (uint16_t)raw.z, (uint16_t)(raw.z >> 16), raw.w};
+        const struct unit_at w = {(uint16_t)raw.x,        (uint16_t)(raw.x >> 16), raw.y, (uint16_t)raw.z,
+                                  (uint8_t)(raw.z >> 16), (uint8_t)(raw.z >> 24),  raw.w};
         int set = (unsigned)task % SUM_SETS, in = stage + w.stage, turn = in * r.by_slot >> 16,
             slot = in - turn * r.n_slot;
         int fresh_lane = lane; /* so that nothing made of it takes a register outside the loop */
@@ -795,14 +814,28 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
             wait_finished(sh, task - SUM_SETS);
         }
         barrier_wait(full + slot * 8, turn & 1);
-        compute<FMT, COLS>(q.t ? *q.t : p.target[0], q.row_tile * TILE_ROWS, q.part * tile_of(p, p.units) + w.first,
-                           w.tiles, slot_at + w.codes + fresh_lane * 16, slot_at + w.scales + fresh_lane * 2, x + w.x,
-                           r.n_row, p.k, (float *)(room + r.sets_at) + set * r.set_floats + u * r.n_row * 16,
-                           fresh_lane);
+        uint32_t codes = slot_at + w.codes + fresh_lane * 16, scales = slot_at + w.scales + fresh_lane * 2,
+                 x_at = x + w.x;
+        float *out = (float *)(room + r.sets_at) + set * r.set_floats + (u << pair) * r.n_row * 16;
+        int tiles = w.tiles, second = w.second;
+#pragma unroll 1
+        for (;;) {
+            compute<FMT, COLS>(q.t ? *q.t : p.target[0], q.row_tile * TILE_ROWS, q.part * tile_of(p, p.units) + w.first,
+                               tiles, codes, scales, x_at, r.n_row, p.k, out, fresh_lane);
+            if (FMT != QL_FORMAT_NVFP4 || second == 0) {
+                break;
+            }
+            codes += tiles * TILE_BYTES;
+            scales += tiles * TILE_SCALE_BYTES;
+            x_at += tiles * KT * 2;
+            out += r.n_row * 16;
+            tiles = second;
+            second = 0;
+        }
         __syncwarp();
         if (lane == 0) {
-            barrier_arrive(full + (uint32_t)sizeof sh->full + slot * 8, 1);
-            barrier_arrive(shared_address(&sh->summed[set]), 1);
+            barrier_arrive(full + (uint32_t)sizeof sh->full + slot * 8, 1 << pair);
+            barrier_arrive(shared_address(&sh->summed[set]), 1 << pair);
         }
     }
     if (end > task0) {
@@ -818,13 +851,14 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
 
 /* ---- recurrence -------------------------------------------------------------------------------------------------- */
 
-/* The rows of a segment and head, its state loaded ahead of the edge at `target` where there is one to wait for. Sums in the
+/* The rows of a segment and head, its state loaded ahead of the edge at `target` where there is one to wait for. After the
+ * block's last task it says that the result is written; the state, which nobody waits for, is stored after that. Sums in the
  * order of gdn.cu's step_kernel and norm.cu's gated_norm. */
 __device__ __forceinline__ void recur(const struct run &r, const struct shared *sh, const struct recurrence &g,
-                                      int task, float *room, bool edge, unsigned target) {
+                                      int task, float *room, bool edge, unsigned target, bool at_end) {
     const ql_gdn_args &a = g.a;
     int s = task / a.n_value_head, j = task - s * a.n_value_head;
-    float *q = room, *k = q + D, *z = k + D, *part = z + D; /* part: [8][D] */
+    float *q = room, *k = q + D, *z = k + D, *norm = z + D, *part = norm + D; /* part: [8][D] */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int key = (a.value_head0 + j) / a.group - a.key_head0, width = (2 * a.n_key_head + a.n_value_head) * D;
     bool active = warp < 8, fresh = sh->seg_pos[s] == 0; /* a warp holds 16 rows of the state, a lane four columns */
@@ -844,16 +878,18 @@ __device__ __forceinline__ void recur(const struct run &r, const struct shared *
     }
     for (int row = sh->seg_row[s]; row < sh->seg_row[s + 1]; row++) {
         const float *u = a.u + (int64_t)row * width, *v = u + (2 * a.n_key_head + j) * D + 4 * lane;
-        const float *x = warp == 2 ? g.z + (row * a.n_value_head + j) * D : u + ((warp ? a.n_key_head : 0) + key) * D;
+        const float *x = warp == 3   ? g.norm
+                         : warp == 2 ? g.z + (row * a.n_value_head + j) * D
+                                     : u + ((warp ? a.n_key_head : 0) + key) * D;
         float4 v4 = active ? load_fresh4(v) : make_float4(0, 0, 0, 0);
         float value[4] = {v4.x, v4.y, v4.z, v4.w}, h[4];
         float y = load_fresh(a.a + row * a.n_value_head + j), b = load_fresh(a.b + row * a.n_value_head + j);
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            h[c] = warp < 3 ? load_fresh(x + lane + 32 * c) : 0.0f;
+            h[c] = warp < 4 ? load_fresh(x + lane + 32 * c) : 0.0f;
         }
         sync_warps(); /* the last row's numbers have been read */
-        if (warp < 3) {
+        if (warp < 4) {
             float sum = 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -862,7 +898,7 @@ __device__ __forceinline__ void recur(const struct run &r, const struct shared *
             float scale = 1.0f / sqrtf(warp_sum(sum) + 1e-6f), factor = warp ? 1.0f : 0.08838834764831845f;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                (warp == 2 ? z : warp ? k : q)[lane + 32 * i] = warp == 2 ? h[i] : (h[i] * scale) * factor;
+                room[warp * D + lane + 32 * i] = warp == 3 ? h[i] : warp == 2 ? silu(h[i]) : (h[i] * scale) * factor;
             }
         }
         y += dt_bias;
@@ -917,9 +953,13 @@ __device__ __forceinline__ void recur(const struct run &r, const struct shared *
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int at = lane + 32 * i;
-                g.y[(row * a.n_value_head + j) * D + at] = ((h[i] * scale) * g.norm[at]) * silu(z[at]);
+                g.y[(row * a.n_value_head + j) * D + at] = ((h[i] * scale) * norm[at]) * z[at];
             }
         }
+    }
+    if (warp == 0 && task + (int)gridDim.x >= r.n_seg * a.n_value_head) {
+        __syncwarp();
+        arrive(r, sh->op[sh->at_op[0]], at_end, sh->base + gridDim.x * r.n_op);
     }
     if (active) {
 #pragma unroll
@@ -956,15 +996,14 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
         enum chain_op_kind kind = sh->op[i].kind;
         if (kind == PRODUCT) {
             const struct product &p = sh->op[i].product;
-            for (int u = threadIdx.x; u < all_units(p); u += N_THREAD) {
-                sh->unit[i & 1][u] = locate_unit(p, u);
+            for (int u = threadIdx.x; u < all_units(p) >> p.pair; u += N_THREAD) {
+                sh->unit[i & 1][u] = locate_unit(p, u << p.pair);
             }
         }
         auto cross = [&]() {
             if (edge) {
                 wait_lanes(r, sh, *at_op);
                 wait_edge(r, target);
-                write_residual(sh, r.n_row, *at_op);
             }
         };
         if (kind == PRODUCT) {
@@ -977,20 +1016,26 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
                     w[j] =
                         threadIdx.x < NORM_THREADS / 4 && at < p.k ? load_fresh4(p.norm + at) : make_float4(0, 0, 0, 0);
                 }
-                cross();
-                if (edge) {
-                    sync_warps(); /* pend has been read */
-                }
+                bool full = edge && sh->op[i - 1].kind == PRODUCT && sh->op[i - 1].product.residual;
                 for (int row = 0; row < r.n_row; row++) {
                     int stride = x_stride(p.k, p.format) * COLS;
-                    norm_x<COLS>(p, row, w, xs + row * stride, (float *)(xs + r.n_row * stride), sh);
+                    float *y = (float *)(xs + r.n_row * stride);
+                    norm_x<COLS>(p, row, w, xs + row * stride, y, sh, [&]() {
+                        if (row == 0) {
+                            cross();
+                            if (full) { /* seldom: pend is wanted at once */
+                                write_residual(sh, r.n_row, *at_op);
+                                sync_warps();
+                            }
+                        }
+                    });
                     if (p.n_plain > 0 && threadIdx.x >= N_THREAD - 128) {
-                        plain_rows(p, (float *)(xs + r.n_row * stride), row, sh);
+                        plain_rows(p, y, row, sh);
                     }
                 }
             } else {
-                cross();
-                slices_x<COLS>(r, p, xs, sh);
+                slices_x<COLS>(r, p, xs, sh, cross);
+                write_residual(sh, r.n_row, *at_op);
             }
             const struct unit_at *unit = sh->unit[*at_op & 1];
             switch (p.format) {
@@ -1002,8 +1047,9 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
         } else if (kind == RECURRENCE) {
             const struct recurrence &g = sh->op[i].gdn;
             for (int task = blockIdx.x; task < r.n_seg * g.a.n_value_head; task += gridDim.x) {
-                recur(r, sh, g, task, (float *)xs, edge, target);
+                recur(r, sh, g, task, (float *)xs, edge, target, i + 1 == r.n_op);
                 edge = false;
+                arrived = true;
             }
             if (edge) {
                 wait_edge(r, target);
@@ -1011,6 +1057,7 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
             write_residual(sh, r.n_row, *at_op);
         } else {
             cross();
+            write_residual(sh, r.n_row, *at_op);
             if (kind == PROOF) {
                 share_proof(r.lanes, sh, sh->op[*at_op].proof, blockIdx.x * N_THREAD + threadIdx.x,
                             gridDim.x * N_THREAD);
@@ -1044,9 +1091,9 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
     extern __shared__ __align__(128) uint8_t room[];
     struct shared *sh = (struct shared *)room;
     wait_previous();
-    int words = args.n_op * (int)sizeof(struct chain_op) / 4;
-    for (int i = threadIdx.x; i < words; i += N_THREAD + 64) {
-        ((uint32_t *)sh->op)[i] = ((const uint32_t *)args.op)[i];
+    /* Sixteen bytes at a time: constants that differ between lanes are read one after another. */
+    for (int i = threadIdx.x; i < args.n_op * (int)(sizeof(struct chain_op) / 16); i += N_THREAD + 64) {
+        ((uint4 *)sh->op)[i] = ((const uint4 *)args.op)[i];
     }
     if (args.n_seg > 0 && threadIdx.x <= args.n_seg) {
         int i = threadIdx.x;

@@ -23,7 +23,8 @@ typedef enum ql_op_kind {
     QL_OP_GDN,
     QL_OP_GATED_NORM,
     QL_OP_SWIGLU,
-    QL_OP_EXCHANGE
+    QL_OP_EXCHANGE,
+    QL_OP_SOON /* computes nothing: a weight that the op after the list's end is followed by, to be fetched ahead */
 } ql_op_kind;
 
 enum { QL_GROUP_MAX = 4 };
@@ -50,6 +51,7 @@ typedef struct ql_op {
         ql_gated_norm_args gated_norm;
         ql_swiglu_args swiglu;
         ql_exchange_args exchange;
+        const ql_weight *soon;
     } u;
 } ql_op;
 

@@ -166,6 +166,8 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         return 0;
     }
     p.stages = (int)ceil_div(p.units, stage_units(p.format));
+    /* Fewer and longer walks to a unit, where tasks are many and whole pairs. */
+    p.pair = p.format == QL_FORMAT_NVFP4 && p.epilogue == GATED && p.units % 2 == 0;
     p.part_stride = p.parts > 1 || lanes ? a->n_row * a->w->n : 0;
     b->parts_of = NULL;
     b->parts_stride = p.part_stride;
@@ -222,7 +224,7 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
     use_batch(r, a->batch);
     r->op[r->n_op].kind = RECURRENCE;
     r->op[r->n_op++].gdn = recurrence{*a, g->z, g->w, g->y, g->eps};
-    int room = (3 + 8) * D * (int)sizeof(float);
+    int room = (4 + 8) * D * (int)sizeof(float);
     b->x_bytes = room > b->x_bytes ? room : b->x_bytes;
     return 2;
 }
@@ -233,15 +235,15 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
 static void deal(struct product *p, int n_slot, int in_flight) {
     int most = n_slot - in_flight;
     int all = p->units * (p->epilogue == GATED ? 2 : 1), per_stage = stage_units(p->format);
-    auto stage = [&](int unit) {
-        int task = unit / all, in = unit % all, piece = in / p->units;
+    auto stage = [&](int place) {
+        int unit = place << p->pair, task = unit / all, in = unit % all, piece = in / p->units;
         return (task * (all / p->units) + piece) * p->stages + (in - piece * p->units) / per_stage;
     };
-    for (p->dealt = N_WARP; p->dealt > 1; p->dealt--) {
+    for (p->dealt = 16; p->dealt > 1; p->dealt = p->dealt > N_WARP ? N_WARP : p->dealt - 1) {
         bool fits = stage(p->dealt - 1) + 1 <= most;
-        for (int u = 0; u < all && fits; u++) {
+        for (int u = 0; u < all >> p->pair && fits; u++) {
             int gap = stage(u + p->dealt) - stage(u);
-            fits = gap <= most || gap == n_slot;
+            fits = gap <= most || (gap == n_slot && p->dealt <= N_WARP);
         }
         if (fits) {
             break;
@@ -253,6 +255,7 @@ static void deal(struct product *p, int n_slot, int in_flight) {
 static struct builder begin(ql_dev *dev, struct run *r) {
     const ql_cuda_exchange *x = &cuda(dev)->exchange;
     r->n_op = r->n_row = r->n_seg = r->set_floats = r->extra_bytes = 0;
+    r->soon_bytes = 0;
     r->edges = (struct edges *)cuda(dev)->edges;
     r->lanes = {};
     r->lanes.lane = x->lane;
@@ -301,6 +304,12 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
         products += used > 0;
         if (used == 0) {
             used = take_recurrence(&b, op + *taken, n - *taken);
+        }
+        if (used == 0 && op[*taken].kind == QL_OP_SOON) {
+            const ql_weight *w = op[*taken].u.soon;
+            r.soon = (const uint8_t *)w->data;
+            r.soon_bytes = (uint32_t)(w->weight_bytes < SOON_MOST ? w->weight_bytes : SOON_MOST);
+            used = 1;
         }
         if (used == 0) {
             break;

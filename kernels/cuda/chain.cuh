@@ -23,8 +23,9 @@ enum {
     NORM_THREADS = 1024,                       /* of the norm kernel, whose order of sums this one keeps */
     NORM_KEEP = 5,
     X_KEEP = 24,
-    X_MOST = 72 * 1024, /* bytes of x in shared memory that are worth fewer parts */
-    PEND = 64,          /* residual numbers of a row that a block writes */
+    X_MOST = 72 * 1024,   /* bytes of x in shared memory that are worth fewer parts */
+    PEND = 64,            /* residual numbers of a row that a block writes */
+    SOON_MOST = 32 << 20, /* bytes that the second-level cache has room for beside all else */
     D = 128,
     SHARED_MAX = 227 * 1024
 };
@@ -60,7 +61,8 @@ struct product {
     int k, ks, n_slice, parts;
     int tiles, per_slice; /* of a slice: column tiles, units */
     int units, stages;    /* of a piece */
-    int dealt;            /* warps that share the units */
+    int pair;             /* 1: units are dealt two at a time */
+    int dealt;            /* places that the units go to in turn: a warp each, or 16 (see distances in chain.cu) */
     int n_task, log_parts;
     int tasks, task0, stage0; /* of a block, known to itself: its tasks, and its tasks and stages before those */
     int by_slice;             /* 2^16 / per_slice, rounded up */
@@ -97,7 +99,7 @@ struct proof {
     uint32_t round;
 };
 
-struct chain_op {
+struct __align__(16) chain_op {
     enum chain_op_kind kind;
     union {
         struct product product;
@@ -141,6 +143,8 @@ struct run {
     const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
     struct edges *edges;
     struct lanes lanes;
+    const uint8_t *soon; /* what the next run begins with */
+    uint32_t soon_bytes;
     struct chain_op op[MAX_OPS];
 };
 
@@ -155,7 +159,8 @@ struct extra {
 struct __align__(16) unit_at {
     uint16_t codes, scales; /* bytes from the slot's begin */
     uint32_t x;             /* bytes from the begin of x */
-    uint16_t stage, tiles;  /* stage: of the task */
+    uint16_t stage;         /* of the task */
+    uint8_t tiles, second;  /* second: of the unit behind it, where the two are dealt as one */
     uint32_t first;         /* column tile of its piece */
 };
 

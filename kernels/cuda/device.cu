@@ -480,6 +480,7 @@ static ql_status op_chain(ql_dev *dev, const ql_op *op, int32_t n, int32_t *take
         case QL_OP_GATED_NORM: begin_op(dev, QL_PATH_GATED_NORM); break;
         case QL_OP_SWIGLU: begin_op(dev, QL_PATH_SWIGLU); break;
         case QL_OP_EXCHANGE: begin_op(dev, QL_PATH_EXCHANGE); break;
+        case QL_OP_SOON: break;
         }
     }
     if (*taken > 0) {

@@ -45,6 +45,7 @@ static ql_status run_op(ql_model *m, const ql_op *op) {
     case QL_OP_GATED_NORM: return ops->gated_norm(m->dev, &op->u.gated_norm) == QL_OK ? QL_OK : failed(m, "gated_norm");
     case QL_OP_SWIGLU: return ops->swiglu(m->dev, &op->u.swiglu) == QL_OK ? QL_OK : failed(m, "swiglu");
     case QL_OP_EXCHANGE: return m->comm->reduce(m->comm, op->u.exchange.src, op->u.exchange.dst, op->u.exchange.n);
+    case QL_OP_SOON: return QL_OK;
     }
     return ql_fail(m->dev->err, QL_ERR_INTERNAL, "lane %d: op kind %d", m->comm->lane, (int)op->kind);
 }
@@ -235,6 +236,7 @@ static ql_status attention_mixer(ql_model *m, const ql_batch *b, const ql_layer_
     ql_workspace *ws = &m->ws;
     QL_TRY(column_parallel(m, b, ws->xn, 3, (const ql_weight *const[]){&w->q, &w->k, &w->v},
                            (float *const[]){ws->qg, ws->k, ws->v}));
+    QL_TRY(emit(m, (ql_op){.kind = QL_OP_SOON, .u.soon = &w->o}));
     QL_TRY(flush(m));
     OP(m, attn_prep,
        (ql_attn_prep_args){.batch = b,

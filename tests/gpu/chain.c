@@ -122,6 +122,7 @@ static void one_by_one(int n) {
         case QL_OP_GATED_NORM: must(dev.ops->gated_norm(&dev, &op[i].u.gated_norm)); break;
         case QL_OP_SWIGLU: must(dev.ops->swiglu(&dev, &op[i].u.swiglu)); break;
         case QL_OP_EXCHANGE: break; /* one lane has none */
+        case QL_OP_SOON: break;
         }
     }
 }

@@ -340,6 +340,7 @@ static void one_by_one(struct lane *l, int n) {
         case QL_OP_GATED_NORM: must(ops->gated_norm(&l->dev, &op->u.gated_norm)); break;
         case QL_OP_SWIGLU: must(ops->swiglu(&l->dev, &op->u.swiglu)); break;
         case QL_OP_EXCHANGE: break; /* one lane alone has none */
+        case QL_OP_SOON: break;
         }
     }
 }
