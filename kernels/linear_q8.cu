@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(128)
         }
     }
     if (in == 0) {
-        d[(int64_t)row * n_block + block] = scale;
+        d[(int64_t)block * gridDim.y + row] = scale;
     }
 }
 
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(256) reference_kernel(struct q8_products p) {
             if (s >= p.n_slice) {
                 continue;
             }
-            const float *d = p.d + ((int64_t)row * p.n_slice + s) * p.blocks;
+            const float *d = p.d + (int64_t)s * p.blocks * p.n_row + row;
             float sum = 0.0f;
             for (int b = lane; b < p.blocks; b += 32) {
                 float both = 0.0f;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(256) reference_kernel(struct q8_products p) {
                     }
                     both = fmaf((float)dot, q8_scale(record[group % 4]), both);
                 }
-                sum = fmaf(both, d[b], sum);
+                sum = fmaf(both, d[(int64_t)b * p.n_row], sum);
             }
             part[s] = warp_sum(sum) * t.factor;
         }
@@ -112,75 +112,100 @@ __global__ void __launch_bounds__(256) reference_kernel(struct q8_products p) {
 
 /* ---- dp4a -------------------------------------------------------------------------------------------------------- */
 
-/* A warp: DP4A_ROWS weight rows and one row of x. Lane l takes groups l, l + 32, ... of each slice: 32 groups are 288 bytes in a
- * row. All of DP4A_AHEAD such chunks are asked for before the first is used, the first ones before the kernel in front is
- * complete: as everywhere, what is in flight sets the speed. */
-enum { DP4A_ROWS = 2, DP4A_AHEAD = 5, DP4A_WARPS = 4 };
+/* A warp: DP4A_ROWS weight rows, one row of x, and some of the slices, all or a quarter; in the latter case the block's warps
+ * have the same rows. Lane l takes groups l, l + 32, ... of each slice: 32 groups, a chunk, are 288 bytes in a row. DP4A_AHEAD
+ * chunks are on their way at any time, the first ones before the kernel in front is complete: what is in flight sets the speed.
+ */
+enum {
+    DP4A_ROWS = 4,
+    DP4A_AHEAD = 2,
+    DP4A_WARPS = 4,
+    DP4A_BLOCKS = 5, /* an SM */
+    DP4A_CHUNK_BYTES = 32 / 4 * QL_Q8_RECORD_BYTES
+};
 
 struct dp4a_chunk {
     uint32_t q0[DP4A_ROWS], q1[DP4A_ROWS], s[DP4A_ROWS];
-    int group; /* of the lane, in its slice */
 };
 
-__global__ void __launch_bounds__(32 * DP4A_WARPS, 8) dp4a_kernel(struct q8_products p) {
+template <bool SPLIT>
+__global__ void __launch_bounds__(32 * DP4A_WARPS, DP4A_BLOCKS) dp4a_kernel(struct q8_products p) {
+    __shared__ float sums[DP4A_WARPS][DP4A_ROWS];
     allow_next();
-    int lane = threadIdx.x & 31, row = blockIdx.y, unit = blockIdx.x * DP4A_WARPS + (threadIdx.x >> 5);
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = blockIdx.y;
+    int unit = SPLIT ? blockIdx.x : blockIdx.x * DP4A_WARPS + warp;
     const struct q8_target &t = q8_target_of(p, DP4A_ROWS, &unit);
     int r0 = unit * DP4A_ROWS, groups = p.ks / QL_NVFP4_GROUP, per_slice = (groups + 31) / 32,
-        n_chunk = per_slice * p.n_slice;
-    const uint8_t *w[DP4A_ROWS];
-#pragma unroll
-    for (int i = 0; i < DP4A_ROWS; i++) {
-        w[i] = t.w + min(r0 + i, t.n - 1) * p.row_bytes;
+        slices = SPLIT ? p.n_slice / DP4A_WARPS : p.n_slice, slice0 = SPLIT ? warp * slices : 0,
+        left = per_slice * slices;
+    if (r0 >= t.n) {
+        return; /* never where warps share their rows */
     }
-    auto load = [&](struct dp4a_chunk &c, int chunk) {
-        int slice = chunk / per_slice;
-        c.group = (chunk - slice * per_slice) * 32 + lane;
-        int g = slice * groups + c.group, at = g / 4 * QL_Q8_RECORD_BYTES;
-        bool there = chunk < n_chunk && c.group < groups;
+
+    /* Where the lane's next chunk is: its scale, and so many bytes further its codes. */
+    const uint8_t *at[DP4A_ROWS];
+    int of_code = 0, ahead = 0, ahead_slice = slice0; /* ahead: group in the slice */
+    auto begin_slice = [&]() {
+        int g = ahead_slice * groups + lane, byte = g / 4 * QL_Q8_RECORD_BYTES + g % 4;
 #pragma unroll
         for (int i = 0; i < DP4A_ROWS; i++) {
-            c.q0[i] = c.q1[i] = c.s[i] = 0;
+            at[i] = t.w + min(r0 + i, t.n - 1) * p.row_bytes + byte;
+        }
+        of_code = 4 + 7 * (g % 4);
+        ahead = ahead_slice < slice0 + slices ? lane : groups;
+    };
+    auto load = [&](struct dp4a_chunk &c) {
+        bool there = ahead < groups;
+#pragma unroll
+        for (int i = 0; i < DP4A_ROWS; i++) {
+            c.s[i] = 0; /* and codes do not matter */
             if (there) {
-                const uint32_t *q = (const uint32_t *)(w[i] + at + 4 + g % 4 * 8);
+                const uint32_t *q = (const uint32_t *)(at[i] + of_code);
+                c.s[i] = __ldg(at[i]);
                 c.q0[i] = __ldg(q);
                 c.q1[i] = __ldg(q + 1);
-                c.s[i] = __ldg(w[i] + at + g % 4);
             }
+            at[i] += DP4A_CHUNK_BYTES;
+        }
+        ahead += 32;
+        if (ahead - lane >= groups) {
+            ahead_slice++;
+            begin_slice();
         }
     };
-    struct dp4a_chunk c[DP4A_AHEAD];
+    struct dp4a_chunk c[DP4A_AHEAD] = {};
+    begin_slice();
 #pragma unroll
     for (int j = 0; j < DP4A_AHEAD; j++) {
-        load(c[j], j);
+        load(c[j]);
     }
     wait_previous();
-    const int8_t *x = p.x + (int64_t)row * p.k;
-    const float *d = p.d + (int64_t)row * p.n_slice * p.blocks;
-    float acc[DP4A_ROWS] = {}, mine[DP4A_ROWS] = {}; /* mine: lane s keeps the sum of slice s */
-    int slice = 0, left = per_slice;
-    for (int chunk = 0; chunk < n_chunk; chunk += DP4A_AHEAD) {
-        if (chunk > 0) {
-#pragma unroll
-            for (int j = 0; j < DP4A_AHEAD; j++) {
-                load(c[j], chunk + j);
-            }
-        }
+
+    const uint32_t low = q8_low();
+    float acc[DP4A_ROWS] = {}, mine[DP4A_ROWS] = {}; /* mine: lane s keeps the sum of the warp's slice s */
+    int slice = 0, now = lane;
+    const int8_t *x = p.x + (int64_t)row * p.k + (slice0 * groups + lane) * QL_NVFP4_GROUP;
+    const float *d = p.d + (int64_t)(slice0 * p.blocks + lane / 2) * p.n_row + row;
+    int64_t d_chunk = 16 * (int64_t)p.n_row;
+    while (left > 0) {
 #pragma unroll
         for (int j = 0; j < DP4A_AHEAD; j++) {
-            if (chunk + j >= n_chunk) {
+            if (j > 0 && left <= 0) {
                 break;
             }
-            if (c[j].group < groups) {
-                int4 v = *(const int4 *)(x + (slice * groups + c[j].group) * QL_NVFP4_GROUP);
-                float scale = d[slice * p.blocks + c[j].group / 2];
+            int4 v = *(const int4 *)x; /* beyond the slice whatever is there: its weights have scale 0 */
+            float scale = now < groups ? *d : 0.0f;
 #pragma unroll
-                for (int i = 0; i < DP4A_ROWS; i++) {
-                    float dot = (float)q8_dot16(c[j].q0[i], c[j].q1[i], v);
-                    acc[i] = fmaf(dot * q8_scale(c[j].s[i]), scale, acc[i]);
-                }
+            for (int i = 0; i < DP4A_ROWS; i++) {
+                float dot = (float)q8_dot16(low, c[j].q0[i], c[j].q1[i], v);
+                acc[i] = fmaf(dot * q8_scale(c[j].s[i]), scale, acc[i]);
             }
-            if (--left == 0) {
+            load(c[j]);
+            x += 32 * QL_NVFP4_GROUP;
+            d += d_chunk;
+            now += 32;
+            left--;
+            if (now - lane >= groups) {
 #pragma unroll
                 for (int i = 0; i < DP4A_ROWS; i++) {
                     float sum = warp_sum(acc[i]) * t.factor;
@@ -188,17 +213,28 @@ __global__ void __launch_bounds__(32 * DP4A_WARPS, 8) dp4a_kernel(struct q8_prod
                     acc[i] = 0.0f;
                 }
                 slice++;
-                left = per_slice;
+                now = lane;
+                x += (groups - 32 * per_slice) * QL_NVFP4_GROUP;
+                d += (int64_t)(p.blocks - 16 * per_slice) * p.n_row;
             }
         }
     }
 #pragma unroll
     for (int i = 0; i < DP4A_ROWS; i++) {
-        for (int o = 1; o < p.n_slice; o *= 2) { /* the tree: lanes 0 .. n_slice - 1 hold its leaves */
+        for (int o = 1; o < slices; o *= 2) { /* the tree: lanes 0 .. slices - 1 hold its leaves */
             mine[i] += __shfl_xor_sync(0xffffffffu, mine[i], o);
         }
-        if (lane == 0 && r0 + i < t.n) {
+        if (SPLIT && lane == 0) {
+            sums[warp][i] = mine[i];
+        } else if (lane == 0 && r0 + i < t.n) {
             t.y[row * t.ldy + r0 + i] = mine[i];
+        }
+    }
+    if (SPLIT) {
+        __syncthreads();
+        int i = threadIdx.x;
+        if (i < DP4A_ROWS && r0 + i < t.n) {
+            t.y[row * t.ldy + r0 + i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
         }
     }
 }
@@ -238,8 +274,7 @@ __global__ void __launch_bounds__(32 * WMMA_WARPS) wmma_kernel(struct q8_product
     const float *d[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        int row = min(t0 + 2 * c + (i & 1) + (i >> 1) * 8, p.n_row - 1);
-        d[i] = p.d + (int64_t)row * p.n_slice * p.blocks;
+        d[i] = p.d + min(t0 + 2 * c + (i & 1) + (i >> 1) * 8, p.n_row - 1);
     }
     float v[8], stack[TREE_LEVELS][8] = {};
     for (int slice = 0; slice < p.n_slice; slice++) {
@@ -273,7 +308,7 @@ __global__ void __launch_bounds__(32 * WMMA_WARPS) wmma_kernel(struct q8_product
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                v[i] = fmaf(both[i], d[(i >> 2) * 2 + (i & 1)][slice * p.blocks + b], v[i]);
+                v[i] = fmaf(both[i], d[(i >> 2) * 2 + (i & 1)][(int64_t)(slice * p.blocks + b) * p.n_row], v[i]);
             }
         }
 #pragma unroll
@@ -335,8 +370,12 @@ static ql_status run(ql_dev *dev, enum q8_kernel kernel, const struct q8_product
     unsigned rows = (unsigned)p->n_row;
     switch (kernel) {
     case Q8_DP4A:
-        return launch(dev, "linear", dp4a_kernel, dim3((unsigned)ceil_div(units_of(p, DP4A_ROWS), DP4A_WARPS), rows),
-                      32 * DP4A_WARPS, 0, *p);
+        if (p->n_slice % DP4A_WARPS == 0) {
+            return launch(dev, "linear", dp4a_kernel<true>, dim3((unsigned)units_of(p, DP4A_ROWS), rows),
+                          32 * DP4A_WARPS, 0, *p);
+        }
+        return launch(dev, "linear", dp4a_kernel<false>,
+                      dim3((unsigned)ceil_div(units_of(p, DP4A_ROWS), DP4A_WARPS), rows), 32 * DP4A_WARPS, 0, *p);
     case Q8_WMMA:
         return launch(dev, "linear", wmma_kernel,
                       dim3((unsigned)ceil_div(units_of(p, 16), WMMA_WARPS), (unsigned)ceil_div(rows, 16)),

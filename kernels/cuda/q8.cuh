@@ -23,7 +23,7 @@ struct q8_products {
     int k, n_slice, ks, blocks; /* blocks: of a slice */
     int64_t row_bytes;          /* of a row of records */
     const int8_t *x;            /* [row][k] codes */
-    const float *d;             /* [row][n_slice][blocks] */
+    const float *d;             /* [block of all slices][n_row] */
     int n_row;
     float *stack; /* wide: what waits in the tree, WIDE_STACK floats a block */
     int n_target;
@@ -63,19 +63,26 @@ __device__ __forceinline__ uint32_t q8_decode4(uint32_t q) {
     return prmt(up, down, 0x3210u | (q >> 1 & 0x4444u));
 }
 
+/* A table's half in a register of its own: the compiler would keep it where permutes cannot reach it, and copy it for each. */
+__device__ __forceinline__ uint32_t q8_low(void) {
+    uint32_t v;
+    asm volatile("mov.b32 %0,%1;" : "=r"(v) : "n"(Q8_LOW));
+    return v;
+}
+
 /* Sum of 16 weights, codes in q0 and q1, times 16 codes of x. A selector's top bit asks for the sign of a byte, which is 0 in
- * all of the table: codes with a sign give 0, and with all signs turned the others do. */
-__device__ __forceinline__ int q8_dot16(uint32_t q0, uint32_t q1, int4 x) {
+ * all of the table: codes with a sign give 0, and with all signs turned the others do. low: q8_low(). */
+__device__ __forceinline__ int q8_dot16(uint32_t low, uint32_t q0, uint32_t q1, int4 x) {
     int up = 0, down = 0;
     uint32_t t0 = q0 ^ 0x88888888u, t1 = q1 ^ 0x88888888u;
-    up = __dp4a((int)prmt(Q8_LOW, Q8_HIGH, q0), x.x, up);
-    down = __dp4a((int)prmt(Q8_LOW, Q8_HIGH, t0), x.x, down);
-    up = __dp4a((int)prmt(Q8_LOW, Q8_HIGH, q0 >> 16), x.y, up);
-    down = __dp4a((int)prmt(Q8_LOW, Q8_HIGH, t0 >> 16), x.y, down);
-    up = __dp4a((int)prmt(Q8_LOW, Q8_HIGH, q1), x.z, up);
-    down = __dp4a((int)prmt(Q8_LOW, Q8_HIGH, t1), x.z, down);
-    up = __dp4a((int)prmt(Q8_LOW, Q8_HIGH, q1 >> 16), x.w, up);
-    down = __dp4a((int)prmt(Q8_LOW, Q8_HIGH, t1 >> 16), x.w, down);
+    up = __dp4a((int)prmt(low, Q8_HIGH, q0), x.x, up);
+    down = __dp4a((int)prmt(low, Q8_HIGH, t0), x.x, down);
+    up = __dp4a((int)prmt(low, Q8_HIGH, q0 >> 16), x.y, up);
+    down = __dp4a((int)prmt(low, Q8_HIGH, t0 >> 16), x.y, down);
+    up = __dp4a((int)prmt(low, Q8_HIGH, q1), x.z, up);
+    down = __dp4a((int)prmt(low, Q8_HIGH, t1), x.z, down);
+    up = __dp4a((int)prmt(low, Q8_HIGH, q1 >> 16), x.w, up);
+    down = __dp4a((int)prmt(low, Q8_HIGH, t1 >> 16), x.w, down);
     return up - down;
 }
 

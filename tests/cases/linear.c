@@ -124,12 +124,13 @@ static void add_long(kc_list *l, const shape *s, int32_t format, int32_t precisi
 }
 
 /* A CUDA kernel of precision Q8, by name: whatever the number of rows. */
-static void add_q8(kc_list *l, const shape *s, const char *kernel, int32_t t, regime reg) {
+static kc_case *add_q8(kc_list *l, const shape *s, const char *kernel, int32_t t, regime reg) {
     kc_case *c = add(l, s, QL_FORMAT_NVFP4, QL_PREC_Q8, t, reg, SOUND);
     size_t len = strlen(c->name);
     snprintf(c->name + len, sizeof c->name - len, ".%s", kernel);
     snprintf(c->cuda_kernels, sizeof c->cuda_kernels, "nvfp4=%s", kernel);
     c->by_rows = false;
+    return c;
 }
 
 static void list(kc_list *l) {
@@ -209,6 +210,7 @@ static void list(kc_list *l) {
         add(l, &q8_shapes[s], QL_FORMAT_NVFP4, QL_PREC_Q8, 129, NORMAL, SOUND);
     }
     add(l, &q8_shapes[3], QL_FORMAT_NVFP4, QL_PREC_Q8, 7, CODES, SOUND);
+    add_q8(l, &q8_shapes[1], "wide", 3, NORMAL)->must_fail = true; /* slices of 80: refused */
     for (int32_t f = QL_FORMAT_FP8_CHANNEL; f <= QL_FORMAT_FP8_BLOCK; f++) {
         add(l, &tiles, f, QL_PREC_Q8, 65, NORMAL, SOUND);
         add(l, &tiles, f, QL_PREC_Q8, 65, OUTLIER, SOUND);
