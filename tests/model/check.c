@@ -130,8 +130,8 @@ static void all_on_host_lanes(void **state) {
 static void failures_are_counted(void **state) {
     (void)state;
     seen *s = run(1, "tests/data/no-such-model", "precision", 0);
-    assert_int_equal(s->n, 2);
-    assert_int_equal(s->n_failed, 2);
+    assert_int_equal(s->n, 3); /* bf16, fp8, q8 */
+    assert_int_equal(s->n_failed, 3);
     assert_non_null(strstr(s->note, "no-such-model"));
     free(s);
     s = run(8, "models/tiny", "precision.bf16", 0);
