@@ -114,13 +114,13 @@ __global__ void __launch_bounds__(256) reference_kernel(struct q8_products p) {
 
 /* A warp: DP4A_ROWS weight rows, one row of x, and some of the slices, all or a quarter; in the latter case the block's warps
  * have the same rows. Lane l takes groups l, l + 32, ... of each slice: 32 groups, a chunk, are 288 bytes in a row. DP4A_AHEAD
- * chunks are on their way at any time, the first ones before the kernel in front is complete: what is in flight sets the speed.
+ * chunks are on their way at any time, the first ones before the kernel in front is complete.
  */
 enum {
-    DP4A_ROWS = 4,
-    DP4A_AHEAD = 2,
+    DP4A_ROWS = 2,
+    DP4A_AHEAD = 4,
     DP4A_WARPS = 4,
-    DP4A_BLOCKS = 5, /* an SM */
+    DP4A_BLOCKS = 8, /* an SM */
     DP4A_CHUNK_BYTES = 32 / 4 * QL_Q8_RECORD_BYTES
 };
 
