@@ -5,8 +5,9 @@
 #     tools/gpu-test.sh [BUILD [STEP...]]
 #
 # BUILD (default build) holds what `make gpu` built, or only its gpu.tar.gz, which is unpacked where it is newer: nothing is
-# compiled here. Steps are kcheck, chain, lanes, gate, 27b, check, collectives, sanitize, memcheck, racecheck, initcheck and synccheck, all
-# by default. With one GPU the tests of more lanes are skipped and counted as that. Logs go to $OUT or BUILD/gpu-logs.
+# compiled here. Steps are check, kcheck, chain, lanes, memcheck, racecheck, initcheck, synccheck, sanitize, gate, 27b and collectives,
+# all by default. check is bound by the host and runs beside those that follow it, up to gate, 27b and collectives, which want the
+# GPUs for themselves. With one GPU the tests of more lanes are skipped and counted as that. Logs go to $OUT or BUILD/gpu-logs.
 #
 #     GATE=FILTER         only those tests of gate, "*" stands for any text
 #     REPEATS=N           how often 1,000 ids are generated (20)
@@ -24,7 +25,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 dir=${1:-build}
 shift $(($# > 0))
-steps=${*:-kcheck chain lanes gate 27b check collectives sanitize memcheck racecheck initcheck synccheck}
+steps=${*:-check kcheck chain lanes memcheck racecheck initcheck synccheck sanitize gate 27b collectives}
 out=${OUT:-$dir/gpu-logs}
 limit=${LIMIT:-900}
 mkdir -p "$out" || exit 1
@@ -47,15 +48,13 @@ if ((n_gpu > 1)) && [[ -z ${QLANE_NCCL:-} ]] && ! ldconfig -p | grep -q 'libnccl
 fi
 export CMOCKA_MESSAGE_OUTPUT=TAP
 
-table=() bad=0 good=0
+: >"$out/table.log" # a file: a step in the background has a row too
 row() { # row NAME RC SECONDS PASSED FAILED SKIPPED TEXT
     local failed=$5
     (($2 != 0 && failed == 0)) && failed=1
-    ((failed > 0)) && bad=$((bad + 1))
-    good=$((good + $4))
-    table+=("$(printf '%-12s rc %3d %7.1f s %5d passed %3d failed %3d skipped  %s' "$1" "$2" "$3" "$4" "$failed" "$6" "$7")")
+    printf '%-12s rc %3d %7.1f s %5d passed %3d failed %3d skipped  %s\n' "$1" "$2" "$3" "$4" "$failed" "$6" "$7" >>"$out/table.log"
 }
-skip() { table+=("$(printf '%-12s skipped: %s' "$1" "$2")"); }
+skip() { printf '%-12s skipped: %s\n' "$1" "$2" >>"$out/table.log"; }
 seconds() { awk "BEGIN {print $EPOCHREALTIME - $1}"; }
 lines() { grep -cE "$1" "$2"; }
 trouble() { grep -hE '^(not ok|FAIL|ERROR|#.*error:)|watchdog' "$@" | grep -v '# SKIP' | head -40; }
@@ -197,7 +196,7 @@ run_sanitize() {
     tap sanitize $? "$start" "$log" "$(grep -h 'ERROR SUMMARY' "$log" | tail -1)"
 }
 
-# One small case of every path of each family.
+# One small case of every path of each family, and chains.
 small="linear.nvfp4.exact.gen.t3.n33.k256.s4.normal linear.nvfp4.bf16.prompt.t16.n33.k256.s4.normal
     linear.nvfp4.exact.gen.t2.n64.k480.s2.cut.normal linear.fp8-block.exact.gen.t3.n33.k256.s4.normal
     linear.fp8-block.exact.prompt.t16.n33.k256.s4.normal linear.fp8-channel.fp8.prompt.t16.n33.k256.s4.normal
@@ -209,11 +208,23 @@ small="linear.nvfp4.exact.gen.t3.n33.k256.s4.normal linear.nvfp4.bf16.prompt.t16
     gdn.prompt.typical.k2.v6.g3 attention.prep.fp8.h4 attention.f16.normal.h4at0 attention.fp8.normal.h2at0
     attention.f16.normal.h1at0.g1.1at999 attention.gen.f16.normal.h12at12 attention.gen.fp8.normal.h5at4
     attention.gen.bf16.normal.h70at0.g70
-    sample.topk.t3.v8.lane0of1.k5.cap8.ties sample.chain.t12.v9.lane0of1.k7.cap7.ties.one.f-1"
+    model.chains sample.topk.t3.v8.lane0of1.k5.cap8.ties sample.chain.t12.v9.lane0of1.k7.cap7.ties.one.f-1"
 
-# One of compute-sanitizer's tools over small kernel cases, each a process with a limit of its own, eight at a time.
+# Under compute-sanitizer: a kernel case by its name, or a model whose generated rows are chains, which its counters must show.
+sanitized() { # sanitized TOOL CASE
+    local under=(compute-sanitizer --tool "$1" --target-processes all --error-exitcode 9)
+    if [[ $2 != model.chains ]]; then
+        timeout -k 5 "${CASE_LIMIT:-90}" "${under[@]}" "$dir/kcheck" --device cuda "$2"
+        return
+    fi
+    timeout -k 5 "${CASE_LIMIT:-90}" "${under[@]}" "$dir/qlane" run -m tests/data/micro-mixed --device cuda --lanes 1 \
+        --ids 1,2,3,4,5 -n 4 --temp 0 --json || return
+    grep -q '"chain/[a-z0-9]*": [1-9]' "$out/$1.$2.log" || { echo "FAIL $2: no chain ran" && return 1; }
+}
+
+# One of compute-sanitizer's tools over small cases, each a process with a limit of its own, eight at a time.
 run_tool() { # run_tool TOOL
-    local start=$EPOCHREALTIME tool=$1 c rc passed=0 failed=0 late=0
+    local start=$EPOCHREALTIME tool=$1 c rc passed=0 failed=0 late=0 pids=()
     if ! command -v compute-sanitizer >/dev/null || [[ ! -x $dir/kcheck ]]; then
         skip "$tool" "no compute-sanitizer, or $dir/kcheck was not built"
         return
@@ -224,12 +235,12 @@ run_tool() { # run_tool TOOL
             wait -n
         done
         {
-            timeout -k 5 "${CASE_LIMIT:-90}" compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 \
-                "$dir/kcheck" --device cuda "$c" >"$out/$tool.$c.log" 2>&1
+            sanitized "$tool" "$c" >"$out/$tool.$c.log" 2>&1
             echo $? >"$out/$tool.$c.rc"
         } &
+        pids+=($!)
     done
-    wait
+    wait "${pids[@]}"
     for c in ${CASES:-$small}; do
         rc=$(<"$out/$tool.$c.rc")
         case $rc in
@@ -242,20 +253,32 @@ run_tool() { # run_tool TOOL
             ;;
         esac
     done
-    row "$tool" 0 "$(seconds "$start")" $passed $failed $late "kernel cases; skipped are those not done in their time"
+    row "$tool" 0 "$(seconds "$start")" $passed $failed $late "cases; skipped are those not done in their time"
+}
+
+check=''
+finish_check() {
+    [[ -z $check ]] || wait "$check"
+    check=''
 }
 
 for step in $steps; do
     case $step in
-    kcheck | chain | lanes | gate | 27b | check | collectives | sanitize) "run_$step" ;;
+    check)
+        run_check &
+        check=$!
+        ;;
+    gate | 27b | collectives) finish_check && "run_$step" ;;
+    kcheck | chain | lanes | sanitize) "run_$step" ;;
     memcheck | racecheck | initcheck | synccheck) run_tool "$step" ;;
     *)
-        echo "gpu-test: unknown step $step; there are kcheck, chain, lanes, gate, 27b, check, collectives, sanitize, memcheck," \
-            "racecheck, initcheck, synccheck" >&2
+        echo "gpu-test: unknown step $step; there are check, kcheck, chain, lanes, memcheck, racecheck, initcheck, synccheck," \
+            "sanitize, gate, 27b, collectives" >&2
         exit 2
         ;;
     esac
 done
+finish_check
 echo "== $n_gpu GPU$( ((n_gpu > 1)) && echo s)$( ((n_gpu > 1)) || echo ': tests of more lanes were skipped')"
-printf '%s\n' "${table[@]}"
-((bad == 0 && good > 0))
+cat "$out/table.log"
+awk '$2 == "rc" {good += $6; bad += $8} END {exit bad > 0 || good == 0}' "$out/table.log"
