@@ -2,8 +2,8 @@
  *
  * Every context is measured in processes of its own, forked before this one has touched a device, so that each run pays for
  * opening, loading and first launches as a user does; medians are of such runs. One process before them measures the
- * phases, which slows it down and is kept out of the speeds; it is also the one to find out what cannot run. A process hands
- * its numbers over a pipe as JSON.
+ * phases, which slows it down and is kept out of the speeds; it is also the one to find out what cannot run. Steps of several
+ * sequences are timed by others, whose engines are larger. A process hands its numbers over a pipe as JSON.
  */
 #include "runtime/cli/cli.h"
 
@@ -18,7 +18,8 @@
 #include <unistd.h>
 #include <zlib.h>
 
-enum { MAX_CONTEXTS = 32, DEFAULT_N = 128, DEFAULT_RUNS = 3, MAX_RUNS = 99, PROFILED_N = 17, WARM_UP_CHUNKS = 2 };
+enum { MAX_CONTEXTS = 32, MAX_TOGETHER = 64, MOST_COUNTS = 16 };
+enum { DEFAULT_N = 128, DEFAULT_RUNS = 3, MAX_RUNS = 99, PROFILED_N = 17, WARM_UP_CHUNKS = 2 };
 
 /* Loading code takes tenths of a second. A first request that takes this long shows nothing of it, and is not repeated. */
 static const double long_request_s = 10;
@@ -32,6 +33,7 @@ typedef struct bench {
     ql_checkpoint_info info;
     ql_plan plan;
     int32_t context[MAX_CONTEXTS], runs[MAX_CONTEXTS], n_context;
+    int32_t together[MOST_COUNTS], n_together, most_together; /* sequences that generate at once */
     int32_t n;
     double embed_bytes; /* of one row of the embedding */
     bool cuda;
@@ -174,26 +176,114 @@ static json_t *measure_phases(const bench *b, ql_engine *engine, int32_t ctx, co
     return out;
 }
 
-static int measure(const bench *b, int32_t ctx, bool profiled, int fd) {
+/* ---- sequences that generate together ------------------------------------------------------------------------------ */
+
+/* Requests of one round. Events come from one thread. The last sequence is the last whose prompt is through; from its first id
+ * to its last all others generate too. */
+typedef struct round {
+    int32_t n, n_started, n_ended;
+    int32_t n_step; /* between the two times */
+    struct timespec first, last;
+} round_of;
+
+typedef struct member {
+    round_of *round;
+    int32_t n_id;
+    bool last;
+} member;
+
+static void on_member(void *user, const ql_event *event) {
+    member *m = user;
+    round_of *r = m->round;
+    if (event->kind == QL_EVENT_TOKEN && m->n_id++ == 0) {
+        m->last = ++r->n_started == r->n;
+        clock_gettime(CLOCK_MONOTONIC, &r->first);
+    } else if (event->kind == QL_EVENT_TOKEN && m->last && r->n_ended == 0) {
+        clock_gettime(CLOCK_MONOTONIC, &r->last);
+        r->n_step++;
+    } else if (event->kind == QL_EVENT_END && !m->last) {
+        r->n_ended++;
+    }
+}
+
+/* Ids that a sequence may write before the one behind it has its first: a prompt step and a step of generation take turns. */
+static int32_t head_start(const bench *b, int32_t ctx) { return ctx / b->opt.chunk + 2; }
+
+/* Milliseconds of a step in which n sequences generate; below 0 where they did not meet. */
+static double step_of(const bench *b, ql_engine *engine, int32_t ctx, const int32_t *ids, int32_t n, ql_error *err) {
+    round_of r = {.n = n};
+    member m[MAX_TOGETHER];
+    ql_request_id id[MAX_TOGETHER];
+    int32_t n_asked = 0;
+    bool failed = false;
+    for (; n_asked < n && !failed; n_asked++) {
+        ql_request req = ql_request_default();
+        req.ids = ids + (int64_t)n_asked * ctx;
+        req.n_ids = ctx;
+        req.max_new = b->n + (n - 1 - n_asked) * head_start(b, ctx);
+        req.model_sampling = 0;
+        req.ignore_eos = 1;
+        m[n_asked] = (member){.round = &r};
+        failed = ql_submit(engine, &req, on_member, &m[n_asked], &id[n_asked], err) != QL_OK;
+    }
+    for (int32_t i = 0; i < n_asked - failed; i++) {
+        ql_result *res = NULL;
+        failed |= ql_wait(engine, id[i], &res, err) != QL_OK;
+        ql_result_free(res);
+    }
+    if (failed) {
+        return -1;
+    }
+    double ms = 1e3 * (double)(r.last.tv_sec - r.first.tv_sec) + 1e-6 * (double)(r.last.tv_nsec - r.first.tv_nsec);
+    return r.n_step > 0 ? ms / r.n_step : -1;
+}
+
+/* Each number of sequences twice, since steps of a shape are recorded when it comes up first. */
+static json_t *measure_together(const bench *b, ql_engine *engine, int32_t ctx, const int32_t *ids, ql_error *err) {
+    json_t *steps = json_array();
+    for (int32_t i = 0; i < b->n_together; i++) {
+        const int32_t n = b->together[i];
+        double ms = step_of(b, engine, ctx, ids, n, err);
+        ms = ms < 0 ? ms : step_of(b, engine, ctx, ids, n, err);
+        if (ms < 0) {
+            json_decref(steps);
+            return NULL;
+        }
+        json_array_append_new(steps, json_real(ms));
+    }
+    return json_pack("{s:o}", "step_ms", steps);
+}
+
+/* ---- a process ------------------------------------------------------------------------------------------------------- */
+
+enum what { SPEED, PHASES, TOGETHER };
+
+static int measure(const bench *b, int32_t ctx, enum what what, int fd) {
     ql_error err = {0};
     ql_engine *engine = NULL;
     ql_cli_logger logger = {0};
     ql_options opt = b->opt;
-    opt.ctx = ctx + b->n;
+    const int32_t n = what == TOGETHER ? b->most_together : 1;
+    opt.max_seqs = n;
+    opt.ctx = ctx + b->n + (n - 1) * head_start(b, ctx);
     opt.log = ql_cli_log;
     opt.log_user = &logger;
-    opt.measure = !profiled;
-    opt.profile = profiled;
+    opt.measure = what == SPEED;
+    opt.profile = what == PHASES;
     if (ql_engine_open(&engine, &opt, &err) != QL_OK) {
         return ql_cli_fail_err(&err);
     }
-    int32_t *ids = make_ids(b, engine, ctx);
-    json_t *out = !ids       ? NULL
-                  : profiled ? measure_phases(b, engine, ctx, ids, b->n < PROFILED_N ? b->n : PROFILED_N, &err)
-                             : measure_speed(b, engine, ctx, ids, &err);
+    int32_t *ids = make_ids(b, engine, n * ctx);
+    json_t *out = !ids               ? NULL
+                  : what == PHASES   ? measure_phases(b, engine, ctx, ids, b->n < PROFILED_N ? b->n : PROFILED_N, &err)
+                  : what == TOGETHER ? measure_together(b, engine, ctx, ids, &err)
+                                     : measure_speed(b, engine, ctx, ids, &err);
     int rc = 0;
     if (!out) {
-        rc = err.status ? ql_cli_fail_err(&err) : ql_cli_fail(QL_EXIT_MEMORY, "out of memory for a measurement");
+        rc = err.status ? ql_cli_fail_err(&err)
+             : what == TOGETHER
+                 ? ql_cli_fail(QL_EXIT_FAILED, "--together: sequences ended before all of them generated")
+                 : ql_cli_fail(QL_EXIT_MEMORY, "out of memory for a measurement");
     } else if (json_dumpfd(out, fd, 0) != 0) {
         rc = ql_cli_fail(QL_EXIT_FAILED, "cannot hand over a measurement");
     }
@@ -205,7 +295,7 @@ static int measure(const bench *b, int32_t ctx, bool profiled, int fd) {
 
 /* Runs one measurement in a process of its own. Returns 0 and its object, or the exit code of the process, which has said
  * why. */
-static int in_process(const bench *b, int32_t ctx, bool profiled, json_t **out) {
+static int in_process(const bench *b, int32_t ctx, enum what what, json_t **out) {
     int fd[2], status = 0;
     if (pipe(fd) != 0) {
         return ql_cli_fail(QL_EXIT_FAILED, "cannot make a pipe: %s", strerror(errno));
@@ -214,7 +304,7 @@ static int in_process(const bench *b, int32_t ctx, bool profiled, json_t **out) 
     pid_t pid = fork();
     if (pid == 0) {
         close(fd[0]);
-        _exit(measure(b, ctx, profiled, fd[1]));
+        _exit(measure(b, ctx, what, fd[1]));
     }
     close(fd[1]);
     *out = pid > 0 ? json_loadfd(fd[0], JSON_DISABLE_EOF_CHECK, NULL) : NULL;
@@ -277,8 +367,28 @@ static double decode_bytes(const bench *b, const json_t *lanes, int32_t ctx) {
     return most;
 }
 
-/* What all runs at one context give. `phases` is taken over. */
-static json_t *point(const bench *b, int32_t ctx, json_t *runs, json_t *phases) {
+/* Medians of steps of several sequences, each beside that of the first number asked for. */
+static json_t *together(const bench *b, const json_t *rounds) {
+    json_t *out = json_array();
+    double first = -1;
+    for (int32_t i = 0; i < b->n_together; i++) {
+        json_t *one = json_array(), *r;
+        size_t j;
+        json_array_foreach((json_t *)rounds, j, r) {
+            json_array_append_new(one,
+                                  json_pack("{s:O}", "ms", json_array_get(json_object_get(r, "step_ms"), (size_t)i)));
+        }
+        double ms = median_of(one, "ms");
+        first = i == 0 ? ms : first;
+        json_array_append_new(out, json_pack("{s:i, s:f, s:f, s:f}", "sequences", b->together[i], "step_ms", ms,
+                                             "tok_s", 1e3 * b->together[i] / ms, "of_first", ms / first));
+        json_decref(one);
+    }
+    return out;
+}
+
+/* What all runs at one context give. `phases` and `rounds`, of sequences together, are taken over. */
+static json_t *point(const bench *b, int32_t ctx, json_t *runs, json_t *phases, json_t *rounds) {
     const json_t *lanes = json_object_get(json_array_get(runs, 0), "lanes");
     double decode = median_of(runs, "decode_tok_s"), bytes = decode_bytes(b, lanes, ctx), stream = -1;
     size_t i;
@@ -287,13 +397,15 @@ static json_t *point(const bench *b, int32_t ctx, json_t *runs, json_t *phases) 
         double s = json_number_value(json_object_get(l, "stream_bytes_per_s"));
         stream = stream < 0 || s < stream ? s : stream;
     }
-    return json_pack("{s:i, s:i, s:f, s:f, s:o, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o}", "context", ctx, "generated",
-                     b->n, "load_s", median_of(runs, "load_s"), "first_token_cold_s",
-                     median_of(runs, "first_token_cold_s"), "first_token_warm_s",
-                     number(median_of(runs, "first_token_warm_s")), "prefill_tok_s", median_of(runs, "prefill_tok_s"),
-                     "decode_tok_s", decode, "decode_bytes", bytes, "decode_bytes_per_s", bytes * decode,
-                     "stream_bytes_per_s", number(stream), "decode_share_of_stream",
-                     number(stream > 0 ? bytes * decode / stream : -1), "phases", phases, "runs", runs);
+    json_t *steps = together(b, rounds);
+    json_decref(rounds);
+    return json_pack(
+        "{s:i, s:i, s:f, s:f, s:o, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o}", "context", ctx, "generated", b->n,
+        "load_s", median_of(runs, "load_s"), "first_token_cold_s", median_of(runs, "first_token_cold_s"),
+        "first_token_warm_s", number(median_of(runs, "first_token_warm_s")), "prefill_tok_s",
+        median_of(runs, "prefill_tok_s"), "decode_tok_s", decode, "decode_bytes", bytes, "decode_bytes_per_s",
+        bytes * decode, "stream_bytes_per_s", number(stream), "decode_share_of_stream",
+        number(stream > 0 ? bytes * decode / stream : -1), "phases", phases, "together", steps, "runs", runs);
 }
 
 /* Keys and values of a token, and each lane's rows of the embedding, at the lane count that runs. */
@@ -310,14 +422,14 @@ static int plan_lanes(bench *b, int32_t n_lane) {
 static int measure_all(bench *b, json_t *points) {
     int rc = 0;
     for (int32_t c = 0; c < b->n_context && rc == 0; c++) {
-        json_t *runs = json_array(), *phases = NULL, *one = NULL;
-        rc = in_process(b, b->context[c], true, &phases);
+        json_t *runs = json_array(), *rounds = json_array(), *phases = NULL, *one = NULL;
+        rc = in_process(b, b->context[c], PHASES, &phases);
         if (rc == 0 && b->plan.n_lanes == 0) {
             b->cuda = json_is_true(json_object_get(phases, "cuda"));
             rc = plan_lanes(b, (int32_t)json_integer_value(json_object_get(phases, "n_lanes")));
         }
         for (int32_t r = 0; r < b->runs[c] && rc == 0; r++) {
-            rc = in_process(b, b->context[c], false, &one);
+            rc = in_process(b, b->context[c], SPEED, &one);
             if (rc == 0) {
                 ql_cli_say("context %d, run %d of %d: prefill %.1f tok/s, first token %.3f s, decode %.1f tok/s",
                            b->context[c], r + 1, b->runs[c], json_real_value(json_object_get(one, "prefill_tok_s")),
@@ -326,9 +438,16 @@ static int measure_all(bench *b, json_t *points) {
                 json_array_append_new(runs, one);
             }
         }
+        for (int32_t r = 0; r < b->runs[c] && rc == 0 && b->n_together > 0; r++) {
+            rc = in_process(b, b->context[c], TOGETHER, &one);
+            if (rc == 0) {
+                json_array_append_new(rounds, one);
+            }
+        }
         if (rc == 0) {
-            json_array_append_new(points, point(b, b->context[c], runs, phases));
+            json_array_append_new(points, point(b, b->context[c], runs, phases, rounds));
         } else {
+            json_decref(rounds);
             json_decref(runs);
             json_decref(phases);
         }
@@ -436,14 +555,15 @@ static int choose_contexts(bench *b) {
         return ql_cli_fail(QL_EXIT_USAGE, "--contexts wants 1 to %d lengths, not %d", MAX_CONTEXTS, asked->n);
     }
     for (int32_t i = 0; i < asked->n; i++) {
-        if (asked->v[i] < 1 || asked->v[i] > b->info.max_ctx - b->n) {
+        const int32_t spare = (b->most_together - 1) * head_start(b, asked->v[i]);
+        if (asked->v[i] < 1 || asked->v[i] > b->info.max_ctx - b->n - spare) {
             return ql_cli_fail(QL_EXIT_USAGE, "--contexts: %d and %d generated ids; the model's context is %d",
-                               asked->v[i], b->n, b->info.max_ctx);
+                               asked->v[i], b->n + spare, b->info.max_ctx);
         }
         b->context[b->n_context++] = asked->v[i];
     }
     for (int32_t i = 0; i < 4 && !b->args->has_contexts; i++) {
-        if (usual[i] <= b->info.max_ctx - b->n) {
+        if (usual[i] <= b->info.max_ctx - b->n - (b->most_together - 1) * head_start(b, usual[i])) {
             b->context[b->n_context++] = usual[i];
         } else {
             ql_cli_say("context %d is left out: with %d generated ids it is longer than the model's %d", usual[i], b->n,
@@ -451,6 +571,23 @@ static int choose_contexts(bench *b) {
         }
     }
     return b->n_context ? 0 : ql_cli_fail(QL_EXIT_USAGE, "no context fits: the model's is %d", b->info.max_ctx);
+}
+
+static int choose_together(bench *b) {
+    const ql_cli_ints *asked = &b->args->together;
+    if (b->args->has_together && (asked->n < 1 || asked->n > MOST_COUNTS)) {
+        return ql_cli_fail(QL_EXIT_USAGE, "--together wants 1 to %d numbers, not %d", MOST_COUNTS, asked->n);
+    }
+    b->most_together = 1;
+    for (int32_t i = 0; i < asked->n; i++) {
+        if (asked->v[i] < 1 || asked->v[i] > MAX_TOGETHER) {
+            return ql_cli_fail(QL_EXIT_USAGE, "--together wants numbers from 1 to %d, not %d", MAX_TOGETHER,
+                               asked->v[i]);
+        }
+        b->together[b->n_together++] = asked->v[i];
+        b->most_together = asked->v[i] > b->most_together ? asked->v[i] : b->most_together;
+    }
+    return 0;
 }
 
 static int choose_runs(bench *b) {
@@ -496,7 +633,8 @@ static int run_bench(bench *b, json_t **result) {
     }
     ql_checkpoint_get_info(b->ckpt, &b->info);
     find_embedding(b);
-    rc = choose_contexts(b);
+    rc = choose_together(b);
+    rc = rc ? rc : choose_contexts(b);
     rc = rc ? rc : choose_runs(b);
     json_t *points = json_array();
     rc = rc ? rc : measure_all(b, points);

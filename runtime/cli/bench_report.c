@@ -33,6 +33,16 @@ static void print_cell(const json_t *v, double factor, int width, int digits, co
     }
 }
 
+/* Steps of several sequences at a context, where some were asked for. */
+static void print_together(const json_t *point) {
+    const json_t *steps = json_object_get(point, "together"), *s;
+    size_t i;
+    json_array_foreach(steps, i, s) {
+        printf("  %3d sequence%s %10.3f ms a step, %8.1f tok/s, %5.3f of the first\n", (int)value(s, "sequences"),
+               value(s, "sequences") == 1 ? " " : "s", value(s, "step_ms"), value(s, "tok_s"), value(s, "of_first"));
+    }
+}
+
 void ql_cli_bench_table(const json_t *result) {
     const json_t *points = json_object_get(result, "points"), *p;
     size_t i;
@@ -52,6 +62,12 @@ void ql_cli_bench_table(const json_t *result) {
         printf("phases at context %d\n", (int)value(p, "context"));
         print_phases(json_object_get(p, "phases"), "prefill_ms", "prefill");
         print_phases(json_object_get(p, "phases"), "decode_ms", "an id");
+    }
+    json_array_foreach(points, i, p) {
+        if (json_array_size(json_object_get(p, "together")) > 0) {
+            printf("together at context %d\n", (int)value(p, "context"));
+            print_together(p);
+        }
     }
 }
 

@@ -69,6 +69,8 @@ static const option table[] = {
     {"--runs", OPT_INTS, "3", 0, 0, false, "3",
      "fresh processes for each context, one number or one for each; medians are of these", QL_CMD_BENCH, AT(runs),
      NULL},
+    {"--together", OPT_INTS, "1,4", 0, 0, false, NULL,
+     "also time steps in which so many sequences generate, each number by itself", QL_CMD_BENCH, AT(together), NULL},
     {"--lanes", OPT_INT, "N", 1, 64, false,
      "every usable GPU that the model allows, else 1 host lane; check: each of 1, 2, 4 and 8 in turn",
      "number of lanes; must divide the model's slice count", SHAPE_CMDS | QL_CMD_CHECK, AT(lanes), NULL},
@@ -495,6 +497,7 @@ int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *com
         args->has_devices |= o->at == AT(devices);
         args->has_contexts |= o->at == AT(contexts);
         args->has_runs |= o->at == AT(runs);
+        args->has_together |= o->at == AT(together);
     }
     return 0;
 }
@@ -504,6 +507,7 @@ void ql_cli_args_deinit(ql_cli_args *args) {
     free(args->devices.v);
     free(args->contexts.v);
     free(args->runs.v);
+    free(args->together.v);
     free(args->stop.v);
     free(args->kernel.v);
     free(args->names.v);

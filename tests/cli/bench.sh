@@ -18,6 +18,17 @@ has "--runs for each context: the plot says so" runs/bench.svg "median of 1 to 2
 refuses "--runs of another number" 2 "--runs wants one number, or one for each of 2 contexts, not 3" \
     bench --device host --contexts 64,100 --runs 1,2,3
 refuses "--runs of none" 2 "--runs wants numbers from 1 to 99, not 0" bench --device host --contexts 64 --runs 0
+q bench --device host --contexts 64 -n 6 --runs 1 --chunk 64 --together 1,3 --out "$tmp/together"
+is "--together: exit code" $rc 0
+is "--together: a line for each number" "$(grep -cE '^ +(1 sequence |3 sequences) +[0-9.]+ ms a step, +[0-9.]+ tok/s, +[0-9.]+ of the first$' "$tmp/out")" 2
+has "--together: the first beside itself" out " 1.000 of the first"
+is "--together: tokens a second are those of all" "$(python3 -c "
+import json
+t = json.load(open('$tmp/together/bench.json'))['points'][0]['together']
+print(all(abs(s['tok_s'] * s['step_ms'] - 1000 * s['sequences']) < 1e-2 for s in t), abs(t[1]['of_first'] - t[1]['step_ms'] / t[0]['step_ms']) < 1e-6)")" "True True"
+refuses "--together of none" 2 "--together wants numbers from 1 to 64, not 0" bench --device host --contexts 64 --together 0
+refuses "--together, too long" 2 "--contexts: 4086 and 11 generated ids; the model's context is 4096" \
+    bench --device host --contexts 4086 -n 5 --together 3 --chunk 2048
 q bench --device host --contexts 64 -n 4 --runs 1 --json
 is "--json: exit code" $rc 0
 is "--json: one line" "$(wc -l <"$tmp/out")" 1
