@@ -23,11 +23,14 @@
  * a block's scores, its maximum m_b, weights exp(s - m_b) and sums are finished on their own in rising s; blocks are
  * folded in rising order: the first block as it is, then M_new = max(M, m_b),
  * L = L exp(M - M_new) + l_b exp(m_b - M_new) and the 256 sums alike; at the end o = (sum / L) * (1 / (1 + exp(-gate))).
- * A row's bits depend on its own q and the cache alone: not on the other rows or the number of lanes, on the host not on
- * the phase either. Dot products use 16 accumulators as in linear.h; scores are the dot product times 1/16. CUDA kernels
- * take generated rows in chunks that end at fixed positions and fold those in order.
- * Precision BF16 or FP8 lets a device take, for prompt rows, q', the weights and entries of an F32 or FP8 cache rounded
- * once to 8 bits or more before they are multiplied (CUDA does, hosts do not); scores, maxima and sums stay f32.
+ * A row's bits depend on its own q and the cache alone: not on the other rows or the number of lanes, on the host in
+ * precision EXACT not on the phase either. Dot products use 16 accumulators as in linear.h; scores are the dot product times
+ * 1/16. CUDA kernels take generated rows in chunks that end at fixed positions and fold those in order.
+ *
+ * Precision BF16 or FP8, prompt rows: q' and the weights are rounded once before they are multiplied, to f16 where the cache is
+ * F16 or FP8, else to bf16; entries of an F32 or FP8 cache likewise; scores, maxima and sums stay f32. q' is rounded times the
+ * power of two that brings the head's largest magnitude to 2^14 .. 2^15, weights relative to the largest score up to their own
+ * block and, in f16, times 2^15: both factors cancel. Hosts and CUDA on 9.0 do so; other GPUs do not round.
  * o f32 [T][n_head][256]; o may be q.
  */
 #ifndef QL_KERNELS_ATTENTION_H

@@ -157,6 +157,59 @@ void ql_attention_host_fold(ql_attention_fold *f, bool first, float max, float s
     }
 }
 
+/* ---- prompt rows in precision bf16 or fp8 ---- */
+
+static bool rounds(const ql_attention_args *a) {
+    return a->batch->phase == QL_PHASE_PROMPT && (a->precision == QL_PREC_BF16 || a->precision == QL_PREC_FP8);
+}
+
+static bool holds_f16(ql_kv_type type) { return type == QL_KV_F16 || type == QL_KV_FP8; }
+
+static float round_once(float x, bool f16) {
+    return f16 ? ql_f32_of_f16(ql_f16_of_f32(x)) : ql_f32_of_bf16(ql_bf16_of_f32(x));
+}
+
+static void round_all(float *x, int32_t n, bool f16) {
+    for (int32_t i = 0; i < n; i++) {
+        x[i] = round_once(x[i], f16);
+    }
+}
+
+/* The power of two that brings q's largest magnitude to 2^14 .. 2^15. */
+static float scale_to_f16(const float *q) {
+    float most = 0.0f;
+    for (int32_t c = 0; c < D; c++) {
+        most = fabsf(q[c]) > most ? fabsf(q[c]) : most;
+    }
+    return most > 0.0f ? ldexpf(1.0f, 14 - ilogbf(most) < 126 ? 14 - ilogbf(most) : 126) : 1.0f;
+}
+
+static void block_rounded(const float *q, const float *k, const float *v, int32_t n, bool first, bool f16,
+                          ql_attention_fold *f) {
+    const float scale = 0.0625f * 1.4426950408889634f, lift = f16 ? 15.0f : 0.0f;
+    float x[D], w[QL_PAGE], o[D] = {0}, sum = 0.0f, top = first ? -INFINITY : f->max, up = f16 ? scale_to_f16(q) : 1.0f;
+    for (int32_t c = 0; c < D; c++) {
+        x[c] = round_once(q[c] * up, f16) / up;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        w[i] = ql_dot16(x, k + i * D, D);
+        top = w[i] * scale > top ? w[i] * scale : top;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        w[i] = exp2f(fmaf(w[i], scale, lift - top));
+        sum += w[i];
+        add_scaled(round_once(w[i], f16), v + i * D, o);
+    }
+    float keep = first ? 0.0f : exp2f(f->max - top);
+    f->max = top;
+    f->sum = first ? sum : f->sum * keep + sum;
+    for (int32_t c = 0; c < D; c++) {
+        f->o[c] = first ? o[c] : f->o[c] * keep + o[c];
+    }
+}
+
+/* ---- the walk ---- */
+
 size_t ql_attention_host_scratch(const ql_shape *shape) {
     (void)shape;
     return sizeof(scratch);
@@ -166,6 +219,7 @@ ql_status ql_attention_host_walk(ql_dev *dev, const ql_attention_args *a, const 
     const ql_batch *batch = a->batch;
     const ql_kv_cache *cache = a->cache;
     scratch *x = dev->scratch;
+    bool rounded = rounds(a), f16 = holds_f16(cache->type);
     for (int32_t s = 0; s < batch->n_seg; s++) {
         int32_t row0 = batch->seg_row[s], n_row = batch->seg_row[s + 1] - row0;
         const int32_t *page = batch->page + (int64_t)s * batch->max_page;
@@ -183,12 +237,20 @@ ql_status ql_attention_host_walk(ql_dev *dev, const ql_attention_args *a, const 
                     int64_t at = cache_row(cache, page[pos / QL_PAGE], kv - a->kv_head0, 0);
                     variant->load(cache->type, cache->k, cache->k_scale, at, n * D, x->k);
                     variant->load(cache->type, cache->v, cache->v_scale, at, n * D, x->v);
+                    if (rounded && (cache->type == QL_KV_F32 || cache->type == QL_KV_FP8)) {
+                        round_all(x->k, n * D, f16);
+                        round_all(x->v, n * D, f16);
+                    }
                     for (int64_t p = p0; p < p1; p++) {
                         int64_t row = row0 + p / n_head;
                         int32_t n_seen = batch->seg_pos[s] + (int32_t)(p / n_head) - pos + 1;
-                        if (n_seen > 0) {
-                            variant->block(a->q + (row * a->n_head + h0 + p % n_head) * D, x->k, x->v,
-                                           n_seen < n ? n_seen : n, pos == 0, &x->fold[p - p0]);
+                        const float *q = a->q + (row * a->n_head + h0 + p % n_head) * D;
+                        ql_attention_fold *f = &x->fold[p - p0];
+                        n_seen = n_seen < n ? n_seen : n;
+                        if (n_seen > 0 && rounded) {
+                            block_rounded(q, x->k, x->v, n_seen, pos == 0, f16, f);
+                        } else if (n_seen > 0) {
+                            variant->block(q, x->k, x->v, n_seen, pos == 0, f);
                         }
                     }
                 }

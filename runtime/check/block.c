@@ -316,10 +316,14 @@ static ql_status compare(const expected *x, ql_check_error *out, ql_error *err) 
     return QL_OK;
 }
 
-/* Relative L2. Attention in bf16 rounds q and the weights to f16, hosts do not; 2e-4 there sends a twentieth of the mixer's
- * outputs to the other neighbour when they are rounded to BF16 for the projection that follows. */
+/* Relative L2. With activations in BF16 what reaches attention's softmax has rounding errors of 1e-5, which scores of up to 16
+ * carry into the weights; of the mixer's outputs so many then round to the other neighbour for the projection that follows that
+ * its result is 1.2e-3 off at the 27B's size. GPUs other than those of 9.0 do not round q and the weights as hosts do. */
 static double limit_of(const expected *x) {
-    return x->block->part == QL_BLOCK_ATTENTION && x->precision != QL_PREC_EXACT ? 3e-3 : 1e-3;
+    if (x->block->part != QL_BLOCK_ATTENTION || x->precision == QL_PREC_EXACT) {
+        return 1e-3;
+    }
+    return x->check->kind == QL_DEVICE_CUDA && x->check->cc != 90 ? 3e-3 : x->large ? 2e-3 : 1e-3;
 }
 
 static bool is_right(const expected *x, const ql_check_error *e) {

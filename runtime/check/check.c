@@ -47,6 +47,9 @@ static ql_status choose_devices(ql_check *c, ql_error *err) {
     if (count > 0) {
         c->kind = QL_DEVICE_CUDA;
         c->n_device = o->devices ? o->lanes : count;
+        ql_cuda_device first;
+        QL_TRY(ql_cuda_info(c->ordinal[0], &first, err));
+        c->cc = first.code;
     } else if (o->device == QL_DEVICE_CUDA) {
         return ql_fail(err, QL_ERR_DEVICE, "no usable GPU%s%s", why[0] ? ": " : "", why);
     }

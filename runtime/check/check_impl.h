@@ -16,6 +16,7 @@ typedef struct ql_check {
     ql_allocator allocator;
     const ql_allocator *mem; /* NULL or &allocator */
     ql_device_kind kind;
+    int32_t cc;       /* of the first GPU: compute capability of the code that runs there, 75 for 7.5 */
     int32_t n_device; /* GPUs; host lanes: as many as any model allows */
     int32_t ordinal[QL_MAX_LANES];
     ql_log log;

@@ -388,7 +388,9 @@ static ql_status call_batch(kc_run *run, const ql_batch *batch, int64_t row0) {
 }
 
 /* Whether prompt rows and generated ones give the same bits. */
-static bool is_one_phase(const kc_run *run) { return strcmp(run->dev->ops->name, "host") == 0; }
+static bool is_one_phase(const kc_run *run) {
+    return strcmp(run->dev->ops->name, "host") == 0 && run->c->p[P_PRECISION] != QL_PREC_BF16;
+}
 
 /* Where the phase does not matter, the whole goes in the case's and a row alone in the other one. */
 static ql_phase phase_of(const kc_run *run, bool alone) {
