@@ -27,6 +27,19 @@
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int n) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n) : "memory");
 }
+/* Weights are read once a step: what else the second-level cache holds is to outlive them. */
+__device__ __forceinline__ uint64_t read_once(void) {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void bulk_copy_as(uint64_t policy, uint32_t to, const void *from, uint32_t n,
+                                             uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                 "[%3], %4;" ::"r"(to),
+                 "l"(from), "r"(n), "r"(barrier), "l"(policy)
+                 : "memory");
+}
 __device__ __forceinline__ void prefetch(const void *from, uint32_t n) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(n) : "memory");
 }
@@ -122,6 +135,7 @@ __device__ __forceinline__ void wait_finished(const struct shared *sh, int n) {
 
 __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *room) {
     uint8_t *ring = room + RING_AT, *extras = room + r.extras_at;
+    uint64_t policy = read_once();
     int stage = 0, n_task = 0;
     for (int i = 0; i < r.n_op; i++) {
         if (sh->op[i].kind == RECURRENCE) {
@@ -172,10 +186,11 @@ __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *roo
                         barrier_wait(shared_address(&sh->full[old - old_use * r.n_slot]), old_use & 1);
                     }
                     barrier_expect(full, (last - first) * (fp4 ? TILE_BYTES + TILE_SCALE_BYTES : TILE_BYTES) + more);
-                    bulk_copy(shared_address(to), codes + first * TILE_BYTES, (last - first) * TILE_BYTES, full);
+                    bulk_copy_as(policy, shared_address(to), codes + first * TILE_BYTES, (last - first) * TILE_BYTES,
+                                 full);
                     if (fp4) {
-                        bulk_copy(shared_address(to + SCALES_AT), scales + first * TILE_SCALE_BYTES,
-                                  (last - first) * TILE_SCALE_BYTES, full);
+                        bulk_copy_as(policy, shared_address(to + SCALES_AT), scales + first * TILE_SCALE_BYTES,
+                                     (last - first) * TILE_SCALE_BYTES, full);
                     }
                     if (more) {
                         if (t.row_scale) {
