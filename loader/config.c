@@ -163,8 +163,14 @@ static ql_status parse_rope_object(const json_t *rope, const char *what, bool ya
             known = known || strcmp(key, yarn[i]) == 0;
         }
         if (!known) {
-            return ql_fail(err, QL_ERR_MODEL, "%s: the setting %.64s is not supported with rope_type \"%s\"", what, key,
-                           type);
+            char value[QL_JSON_TEXT];
+            return ql_fail(
+                err, QL_ERR_MODEL,
+                "%s: the setting %.64s (%s) is not supported with rope_type \"%s\"; accepted are rope_theta, "
+                "partial_rotary_factor, mrope_section and mrope_interleaved%s",
+                what, key, ql_json_text(v, value), type,
+                is_yarn ? ", factor, original_max_position_embeddings, beta_fast and beta_slow"
+                        : ", and for rope_type \"yarn\" its own");
         }
     }
     QL_TRY(ql_json_real(rope, what, "rope_theta", &c->rope_theta, err));

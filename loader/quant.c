@@ -101,13 +101,16 @@ static ql_status add_list(ql_quant *q, const json_t *obj, const char *key, const
     if (!v || json_is_null(v)) {
         return QL_OK;
     }
+    char text[QL_JSON_TEXT];
     if (!json_is_array(v)) {
-        return ql_fail(err, QL_ERR_MODEL, "quantization_config: %s of %s must be a list", key, list);
+        return ql_fail(err, QL_ERR_MODEL, "quantization_config: %s of %s must be a list, not %s", key, list,
+                       ql_json_text(v, text));
     }
     for (size_t i = 0; i < json_array_size(v); i++) {
         const char *pattern = json_string_value(json_array_get(v, i));
         if (!pattern || !*pattern) {
-            return ql_fail(err, QL_ERR_MODEL, "quantization_config: %s[%zu] of %s must be a name", key, i, list);
+            return ql_fail(err, QL_ERR_MODEL, "quantization_config: %s[%zu] of %s must be a name, not %s", key, i, list,
+                           ql_json_text(json_array_get(v, i), text));
         }
         QL_TRY(fn(q, expect, list, pattern, err));
     }
@@ -167,7 +170,11 @@ static ql_status open_compressed_tensors(ql_quant *q, const json_t *cfg, ql_erro
     }
     const json_t *transform = json_object_get(cfg, "transform_config");
     if (!is_empty(transform) && !is_empty(json_object_get(transform, "config_groups"))) {
-        return ql_fail(err, QL_ERR_MODEL, "quantization_config: transform_config is not supported");
+        char text[QL_JSON_TEXT];
+        return ql_fail(err, QL_ERR_MODEL,
+                       "quantization_config: transform_config with config_groups %s is not supported; accepted is one "
+                       "without groups",
+                       ql_json_text(json_object_get(transform, "config_groups"), text));
     }
     QL_TRY(add_list(q, cfg, "ignore", "ignore", QL_EXPECT_PLAIN, add_target, err));
     const json_t *groups = json_object_get(cfg, "config_groups");
@@ -190,6 +197,8 @@ static ql_status open_compressed_tensors(ql_quant *q, const json_t *cfg, ql_erro
 
 /* ---- ModelOpt ------------------------------------------------------------------------------------------------- */
 
+#define ALGORITHMS "NVFP4, W4A16_NVFP4, FP8, FP8_PER_CHANNEL_PER_TOKEN and, for a whole model, MIXED_PRECISION"
+
 static ql_status algorithm_expect(const char *algo, const char *where, ql_expect *expect, ql_error *err) {
     static const struct {
         const char *name;
@@ -206,11 +215,9 @@ static ql_status algorithm_expect(const char *algo, const char *where, ql_expect
             return QL_OK;
         }
     }
-    return ql_fail(
-        err, QL_ERR_MODEL,
-        "quantization_config: quant_algo \"%.64s\" of %.128s is not supported; supported are NVFP4, W4A16_NVFP4, "
-        "FP8, FP8_PER_CHANNEL_PER_TOKEN and, for a whole model, MIXED_PRECISION",
-        algo, where);
+    return ql_fail(err, QL_ERR_MODEL,
+                   "quantization_config: quant_algo \"%.64s\" of %.128s is not supported; supported are " ALGORITHMS,
+                   algo, where);
 }
 
 static ql_status check_group_size(const json_t *obj, const char *where, ql_expect expect, ql_error *err) {
@@ -232,7 +239,9 @@ static ql_status open_modelopt(ql_quant *q, const json_t *cfg, ql_error *err) {
     QL_TRY(ql_json_str(cfg, "quantization_config", "quant_algo", &algo, err));
     const json_t *layers = json_object_get(cfg, "quantized_layers");
     if (!algo && is_empty(layers)) {
-        return ql_fail(err, QL_ERR_MODEL, "quantization_config: modelopt without quant_algo");
+        return ql_fail(
+            err, QL_ERR_MODEL,
+            "quantization_config: modelopt without quant_algo and quantized_layers; quant_algo may be " ALGORITHMS);
     }
     QL_TRY(add_list(q, cfg, "ignore", "ignore", QL_EXPECT_PLAIN, add_glob, err));
     QL_TRY(add_list(q, cfg, "exclude_modules", "exclude_modules", QL_EXPECT_PLAIN, add_glob, err));
@@ -270,11 +279,10 @@ static ql_status open_fp8(ql_quant *q, const json_t *cfg, ql_error *err) {
     const bool has_block = block && !json_is_null(block);
     if (has_block && (json_array_size(block) != 2 || json_integer_value(json_array_get(block, 0)) != QL_FP8_BLOCK ||
                       json_integer_value(json_array_get(block, 1)) != QL_FP8_BLOCK)) {
+        char text[QL_JSON_TEXT];
         return ql_fail(err, QL_ERR_MODEL,
-                       "quantization_config: weight_block_size [%lld, %lld] is not supported; supported is "
-                       "[%d, %d]",
-                       (long long)json_integer_value(json_array_get(block, 0)),
-                       (long long)json_integer_value(json_array_get(block, 1)), QL_FP8_BLOCK, QL_FP8_BLOCK);
+                       "quantization_config: weight_block_size %s is not supported; supported is [%d,%d]",
+                       ql_json_text(block, text), QL_FP8_BLOCK, QL_FP8_BLOCK);
     }
     QL_TRY(add_list(q, cfg, "modules_to_not_convert", "modules_to_not_convert", QL_EXPECT_PLAIN, add_parent, err));
     QL_TRY(add(q, ENTRY_ALL, QL_EXPECT_FP8, "quant_method fp8", "", err));

@@ -22,8 +22,10 @@ enum { PREFIX = 8, MAX_HEADER = 100000000, MAX_NAME = 512 };
 static ql_status natural(const json_t *v, const char *what, const char *name, const char *field, uint64_t *out,
                          ql_error *err) {
     if (!json_is_integer(v)) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": %s must hold whole numbers without fraction or exponent",
-                       what, name, field);
+        char text[QL_JSON_TEXT];
+        return ql_fail(err, QL_ERR_MODEL,
+                       "%s: tensor \"%s\": %s holds %s; accepted are whole numbers without fraction or exponent", what,
+                       name, field, ql_json_text(v, text));
     }
     if (json_integer_value(v) < 0) {
         return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": %s holds %lld; negative numbers are not accepted", what,
@@ -35,7 +37,9 @@ static ql_status natural(const json_t *v, const char *what, const char *name, co
 
 static ql_status parse_shape(ql_tensor *t, const json_t *shape, const char *what, ql_error *err) {
     if (!json_is_array(shape)) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": shape must be an array", what, t->name);
+        char text[QL_JSON_TEXT];
+        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": shape must be an array, not %s", what, t->name,
+                       ql_json_text(shape, text));
     }
     size_t rank = json_array_size(shape);
     if (rank > QL_MAX_RANK) {
@@ -62,6 +66,15 @@ static ql_status parse_shape(ql_tensor *t, const json_t *shape, const char *what
     return QL_OK;
 }
 
+/* "BOOL, U8, ..." */
+static const char *dtype_names(char *out, size_t cap) {
+    size_t len = 0;
+    for (int i = 0; i < QL_DTYPE_COUNT && len < cap; i++) {
+        len += (size_t)snprintf(out + len, cap - len, "%s%s", i ? ", " : "", ql_dtype_name((ql_dtype)i));
+    }
+    return out;
+}
+
 static ql_status parse_tensor(ql_tensor *t, const json_t *entry, const char *what, ql_error *err) {
     if (!json_is_object(entry)) {
         return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": its entry must be an object", what, t->name);
@@ -77,20 +90,23 @@ static ql_status parse_tensor(ql_tensor *t, const json_t *entry, const char *wha
     }
 
     const json_t *dtype = json_object_get(entry, "dtype");
+    char value[QL_JSON_TEXT];
     if (!json_is_string(dtype)) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": dtype must be a string", what, t->name);
+        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": dtype must be a string, not %s", what, t->name,
+                       ql_json_text(dtype, value));
     }
     t->dtype = ql_dtype_of_name(json_string_value(dtype), json_string_length(dtype));
     if (t->dtype == QL_DTYPE_COUNT) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\" has the unknown dtype \"%.64s\"", what, t->name,
-                       json_string_value(dtype));
+        char names[256];
+        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\" has the unknown dtype %s; accepted are %s", what, t->name,
+                       ql_json_text(dtype, value), dtype_names(names, sizeof names));
     }
     QL_TRY(parse_shape(t, json_object_get(entry, "shape"), what, err));
 
     const json_t *offsets = json_object_get(entry, "data_offsets");
     if (!json_is_array(offsets) || json_array_size(offsets) != 2) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": data_offsets must be an array of two numbers", what,
-                       t->name);
+        return ql_fail(err, QL_ERR_MODEL, "%s: tensor \"%s\": data_offsets must be an array of two numbers, not %s",
+                       what, t->name, ql_json_text(offsets, value));
     }
     uint64_t begin, end;
     QL_TRY(natural(json_array_get(offsets, 0), what, t->name, "data_offsets", &begin, err));

@@ -84,6 +84,23 @@ static const json_t *member(const json_t *obj, const char *key) {
     return json_is_null(v) ? NULL : v;
 }
 
+const char *ql_json_text(const json_t *value, char out[QL_JSON_TEXT]) {
+    static const char more[] = "...";
+    if (!value) {
+        return strcpy(out, "nothing");
+    }
+    memset(out, 0, QL_JSON_TEXT);
+    /* Parts that do not fit are left out, never cut; a text is one part. */
+    if (json_is_string(value)) {
+        snprintf(out, QL_JSON_TEXT, "\"%.*s%s\"", QL_JSON_TEXT - 8, json_string_value(value),
+                 json_string_length(value) > QL_JSON_TEXT - 8 ? more : "");
+    } else if (json_dumpb(value, out, QL_JSON_TEXT - sizeof more, JSON_COMPACT | JSON_ENCODE_ANY) >
+               QL_JSON_TEXT - sizeof more) {
+        strcat(out, more);
+    }
+    return out;
+}
+
 ql_status ql_json_int(const json_t *obj, const char *what, const char *key, int64_t min, int64_t max, int64_t *out,
                       ql_error *err) {
     const json_t *v = member(obj, key);
@@ -91,7 +108,8 @@ ql_status ql_json_int(const json_t *obj, const char *what, const char *key, int6
         return QL_OK;
     }
     if (!json_is_integer(v)) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: %s must be an integer", what, key);
+        char text[QL_JSON_TEXT];
+        return ql_fail(err, QL_ERR_MODEL, "%s: %s must be an integer, not %s", what, key, ql_json_text(v, text));
     }
     int64_t i = json_integer_value(v);
     if (i < min || i > max) {
@@ -116,7 +134,8 @@ ql_status ql_json_real(const json_t *obj, const char *what, const char *key, dou
         return QL_OK;
     }
     if (!json_is_number(v) || !isfinite(json_number_value(v))) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: %s must be a finite number", what, key);
+        char text[QL_JSON_TEXT];
+        return ql_fail(err, QL_ERR_MODEL, "%s: %s must be a finite number, not %s", what, key, ql_json_text(v, text));
     }
     *out = json_number_value(v);
     return QL_OK;
@@ -128,7 +147,8 @@ ql_status ql_json_bool(const json_t *obj, const char *what, const char *key, boo
         return QL_OK;
     }
     if (!json_is_boolean(v)) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: %s must be true or false", what, key);
+        char text[QL_JSON_TEXT];
+        return ql_fail(err, QL_ERR_MODEL, "%s: %s must be true or false, not %s", what, key, ql_json_text(v, text));
     }
     *out = json_is_true(v);
     return QL_OK;
@@ -140,7 +160,8 @@ ql_status ql_json_str(const json_t *obj, const char *what, const char *key, cons
         return QL_OK;
     }
     if (!json_is_string(v)) {
-        return ql_fail(err, QL_ERR_MODEL, "%s: %s must be a string", what, key);
+        char text[QL_JSON_TEXT];
+        return ql_fail(err, QL_ERR_MODEL, "%s: %s must be a string, not %s", what, key, ql_json_text(v, text));
     }
     *out = json_string_value(v);
     return QL_OK;

@@ -18,6 +18,11 @@ ql_status ql_read_file(const char *path, size_t max, char **data, size_t *len, q
 bool ql_file_exists(const char *path); /* a regular file, links followed */
 bool ql_dir_exists(const char *path);
 
+/* A value for messages, as compact JSON of at most QL_JSON_TEXT - 1 bytes; what is longer ends in "...", and an absent
+ * value is "nothing". Returns `out`. */
+enum { QL_JSON_TEXT = 64 };
+const char *ql_json_text(const json_t *value, char out[QL_JSON_TEXT]);
+
 /* Typed members of an object. An absent key (or null) leaves *out as it is; a key of another type, or a number outside
  * [min, max], is QL_ERR_MODEL. `what` names the object in messages. */
 ql_status ql_json_int(const json_t *obj, const char *what, const char *key, int64_t min, int64_t max, int64_t *out,

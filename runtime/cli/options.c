@@ -35,6 +35,7 @@ typedef struct option {
 } option;
 
 enum {
+    MAX_MS = 86400000, /* a day, as the engine accepts it */
     MODEL_CMDS =
         QL_CMD_RUN | QL_CMD_PLAN | QL_CMD_INSPECT | QL_CMD_TOKENIZE | QL_CMD_DETOKENIZE | QL_CMD_CHECK | QL_CMD_BENCH,
     SPEED_CMDS = QL_CMD_RUN | QL_CMD_BENCH,
@@ -98,12 +99,13 @@ static const option table[] = {
      NULL},
     {"--ctx", OPT_INT, "N", 1, INT32_MAX, false, "the model's limit or what fits, whichever is less",
      "context in tokens", QL_CMD_RUN | QL_CMD_PLAN, AT(ctx), NULL},
-    {"--chunk", OPT_INT, "N", 64, 1 << 20, false, "1536", "prompt rows of one step, a multiple of 64", SHAPE_CMDS,
+    {"--chunk", OPT_INT, "N", 64, 1 << 16, false, "1536", "prompt rows of one step, a multiple of 64", SHAPE_CMDS,
      AT(chunk), NULL},
     {"--seqs", OPT_INT, "N", 1, 256, false, "1", "sequences that a lane has room for", QL_CMD_PLAN, AT(seqs), NULL},
     {"--mem", OPT_BYTES, "BYTES", 1, (double)INT64_MAX, false, "what the device has",
      "memory that one lane may use; K, M, G, T multiply by 1024", SHAPE_CMDS, AT(mem), NULL},
-    {"--precision", OPT_PRECISION, "P", 0, 0, false, "exact on host lanes; on CUDA prompt=bf16,gen=exact",
+    {"--precision", OPT_PRECISION, "P", 0, 0, false,
+     "exact on host lanes; on CUDA prompt=bf16,gen=exact, and q8 on GPUs of compute capability 7.5",
      "of activations: exact, bf16, fp8 or q8, or prompt=P,gen=P", SPEED_CMDS, AT(prompt_precision), NULL},
     {"--kv", OPT_CHOICE, "TYPE", 0, 0, false, "f16", "storage of keys and values", SHAPE_CMDS, AT(kv), kv_names},
     {"--order", OPT_CHOICE, "ORDER", 0, 0, false, "tree",
@@ -111,12 +113,12 @@ static const option table[] = {
     {"--kernel", OPT_TEXTS, "FAMILY=NAME", 0, 0, false, NULL, "force a kernel variant; may be repeated", LANE_CMDS,
      AT(kernel), NULL},
     {"--spec", OPT_SPEC, "mtp[:K]", 1, 8, false, NULL,
-     "count the multi-token-prediction layer (plan); run does not speculate yet", QL_CMD_RUN | QL_CMD_PLAN, AT(mtp),
-     NULL},
-    {"--wait-ms", OPT_INT, "MS", 1, INT32_MAX, false, "10000", "deadline of a wait on a lane or peer without progress",
+     "count the multi-token-prediction layer (plan); run refuses it: no speculation in this version",
+     QL_CMD_RUN | QL_CMD_PLAN, AT(mtp), NULL},
+    {"--wait-ms", OPT_INT, "MS", 1, MAX_MS, false, "10000", "deadline of a wait on a lane or peer without progress",
      LANE_CMDS, AT(wait_ms), NULL},
-    {"--init-ms", OPT_INT, "MS", 1, INT32_MAX, false, "20000", "deadline of communicator set-up", LANE_CMDS,
-     AT(init_ms), NULL},
+    {"--init-ms", OPT_INT, "MS", 1, MAX_MS, false, "20000", "deadline of communicator set-up", LANE_CMDS, AT(init_ms),
+     NULL},
     {"--list", OPT_FLAG, NULL, 0, 0, false, NULL, "print the cases' names, run none", QL_CMD_CHECK, AT(list), NULL},
     {"--long", OPT_FLAG, NULL, 0, 0, false, NULL, "shapes of the 27B and vectors of up to 64 MiB too", QL_CMD_CHECK,
      AT(run_long), NULL},

@@ -85,7 +85,10 @@ static int check_args(const ql_cli_args *args) {
         return ql_cli_fail(QL_EXIT_USAGE, "the prompt is empty");
     }
     if (args->mtp) {
-        return ql_cli_fail(QL_EXIT_USAGE, "--spec: speculation is not part of this version");
+        return ql_cli_fail(QL_EXIT_USAGE,
+                           "--spec mtp:%lld: speculation is not part of this version; accepted is no --spec, and plan "
+                           "takes it to count the layer",
+                           (long long)args->mtp);
     }
     return args->dump ? ql_cli_folder("--dump", args->dump) : 0;
 }

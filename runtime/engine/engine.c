@@ -74,6 +74,28 @@ static ql_status choose(ql_engine *e, ql_error *err) {
 
 static double mib(uint64_t bytes) { return (double)bytes / 0x1p20; }
 
+/* What would fit, or why nothing does. `taken` is what a lane holds beside the model. */
+static void what_fits(const ql_engine *e, uint64_t mem, uint64_t taken, int32_t fits, char *out, size_t cap) {
+    if (fits) {
+        snprintf(out, cap, "the largest context that fits is %d", fits);
+        return;
+    }
+    ql_model_limits limits = ql_limits_of(&e->options, &e->devices, QL_PAGE);
+    uint64_t weights = 0;
+    for (int32_t i = 0; i < e->n_lane; i++) {
+        ql_model_bytes b;
+        ql_model_size(e->ckpt, &e->shard[i], &limits, e->devices.ops, &b);
+        weights = b.weight + b.scale > weights ? b.weight + b.scale : weights;
+    }
+    if (weights + taken > mem) {
+        snprintf(out, cap,
+                 "weights alone (%.1f MiB, %.1f MiB of the device's own) do not fit; more lanes hold less each",
+                 mib(weights), mib(taken));
+    } else {
+        snprintf(out, cap, "no context fits; more lanes, smaller chunks or fewer sequences need less");
+    }
+}
+
 /* Context and limits; refuses what does not fit before anything large is allocated. */
 static ql_status plan(ql_engine *e, ql_error *err) {
     const ql_options *o = &e->options;
@@ -86,7 +108,7 @@ static ql_status plan(ql_engine *e, ql_error *err) {
     if (fits == 0 || e->ctx > fits) {
         int32_t wanted = e->ctx ? e->ctx : QL_PAGE;
         uint64_t need = ql_plan_largest_lane(e->ckpt, o, &e->devices, wanted), used[QL_MAX_LANES], most = 0;
-        char beside[96] = "";
+        char beside[96] = "", room[128];
         QL_TRY(ql_devices_used_bytes(&e->devices, &e->lanes, used, err));
         for (int32_t i = 0; i < e->n_lane; i++) {
             most = used[i] > most ? used[i] : most;
@@ -95,11 +117,10 @@ static ql_status plan(ql_engine *e, ql_error *err) {
             snprintf(beside, sizeof beside, " (%.0f MiB of the device are in use by its context and other programs)",
                      mib(most - e->comm_bytes));
         }
-        return ql_fail(
-            err, QL_ERR_MEMORY,
-            "a lane needs %.1f MiB for %d sequences of %d tokens and may use %.1f MiB%s: %.1f MiB short; the "
-            "largest context that fits is %d",
-            mib(need), o->max_seqs, wanted, mib(mem), beside, mib(need - mem), fits);
+        what_fits(e, mem, taken, fits, room, sizeof room);
+        return ql_fail(err, QL_ERR_MEMORY,
+                       "a lane needs %.1f MiB for %d sequences of %d tokens and may use %.1f MiB%s: %.1f MiB short; %s",
+                       mib(need), o->max_seqs, wanted, mib(mem), beside, mib(need - mem), room);
     }
     e->limits = ql_limits_of(o, &e->devices, e->ctx);
     return QL_OK;

@@ -18,7 +18,9 @@ ql_status ql_nccl_open(ql_nccl *nccl, ql_error *err) {
     path = path && *path ? path : "libnccl.so.2";
     nccl->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!nccl->library) {
-        return ql_fail(err, QL_ERR_DEVICE, "more than one CUDA lane needs NCCL 2.27.5 or later: %s", dlerror());
+        return ql_fail(err, QL_ERR_DEVICE,
+                       "more than one CUDA lane needs NCCL 2.27.5 or later (QLANE_NCCL=FILE says where it is): %s",
+                       dlerror());
     }
     ncclResult_t (*get_version)(int *) = NULL;
     const struct {

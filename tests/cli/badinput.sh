@@ -73,7 +73,8 @@ elif ! nvidia-smi -L >/dev/null 2>&1; then
     refuses "CUDA lanes without a GPU" 4 "no usable GPU*" run --device cuda -p x
     refuses "GPUs that are not there" 4 "no usable GPU*" run --devices 0,1 -p x
 fi
-refuses "too little memory" 5 "a lane needs * and may use *: * MiB short; the largest context that fits is *" run --device host --mem 1M -p x
+refuses "too little memory" 5 "a lane needs * and may use *: * MiB short; weights alone (*) do not fit; more lanes hold less each" \
+    run --device host --mem 1M -p x
 refuses "context above the model's" 2 "*5000*4096*" run --ctx 5000 -p x
 refuses "prompt longer than the context" 2 "the prompt has 100 tokens and the context 64: *" \
     run --device host --ctx 64 --ids "$(seq -s, 1 100)"

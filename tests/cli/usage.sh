@@ -40,10 +40,15 @@ refuses "precision q8 of one phase" 2 "precision q8 is that of one phase alone; 
     run -p x --device host --precision prompt=q8,gen=exact
 refuses "precision of an unknown phase" 2 "--precision wants *, not 'verify=bf16'" run -p x --precision verify=bf16
 refuses "chunk of 100" 2 "--chunk wants a multiple of 64, not '100'" run -p x --chunk 100
-refuses "chunk of 0" 2 "--chunk wants an integer from 64 to 1048576, not '0'" run -p x --chunk 0
+refuses "chunk of 0" 2 "--chunk wants an integer from 64 to 65536, not '0'" run -p x --chunk 0
+refuses "chunk above the range" 2 "--chunk wants an integer from 64 to 65536, not '65600'" run -p x --chunk 65600
+refuses "deadline above a day" 2 "--wait-ms wants an integer from 1 to 86400000, not '86400001'" run -p x --wait-ms 86400001
+refuses "deadline of set-up above a day" 2 "--init-ms wants an integer from 1 to 86400000, not '86400001'" \
+    run -p x --init-ms 86400001
 refuses "kernel without a name" 2 "--kernel wants FAMILY=NAME, not 'linear'" run -p x --kernel linear
 refuses "an order that is none" 2 "--order wants tree or fast, not 'ring'" run -p x --order ring
-refuses "speculation" 2 "--spec: speculation is not part of this version" run -p x --spec mtp:2
+refuses "speculation" 2 "--spec mtp:2: speculation is not part of this version; accepted is no --spec, and plan takes it to count the layer" \
+    run -p x --spec mtp:2
 refuses "speculation: unknown kind" 2 "--spec wants mtp or mtp:K with K from 1 to 8, not 'eagle'" run -p x --spec eagle
 refuses "memory: unknown unit" 2 "--mem wants a number of bytes such as 80000000000, 512M or 80G, not '10Q'" \
     plan --mem 10Q
@@ -57,7 +62,7 @@ refuses "bench: a context that the model does not have" 2 \
     "--contexts: 8192 and 128 generated ids; the model's context is 4096" bench --contexts 64,8192
 refuses "bench: one id" 2 "-n wants 2 or more here: decode is timed from the first id to the last" bench -n 1
 refuses "bench: no contexts" 2 "--contexts wants 1 to 32 lengths, not 0" bench --contexts ""
-refuses "bench: what does not fit" 5 "a lane needs * MiB short; the largest context that fits is *" \
+refuses "bench: what does not fit" 5 "a lane needs * MiB short; weights alone (*) do not fit; more lanes hold less each" \
     bench --device host --contexts 64 -n 2 --mem 1M
 refuses "empty prompt" 2 "the prompt is empty" run -p ""
 refuses "empty prompt file" 2 "the prompt is empty" run -f /dev/null

@@ -431,5 +431,5 @@ void ql_gate_refusals(void **state) {
     ql_test_open_fails(&o, QL_ERR_USAGE, "GPU 0", "two lanes", NULL);
     o = ql_gate_options(j);
     o.mem_bytes = 1 << 20;
-    ql_test_open_fails(&o, QL_ERR_MEMORY, "largest context", NULL);
+    ql_test_open_fails(&o, QL_ERR_MEMORY, "weights alone", NULL);
 }

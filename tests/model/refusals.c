@@ -181,7 +181,7 @@ static void bad_options(void **state) {
     ql_test_open_fails(&o, QL_ERR_USAGE, "model", NULL);
     o = ql_test_options(tiny(), 1);
     o.mem_bytes = 1 << 20;
-    ql_test_open_fails(&o, QL_ERR_MEMORY, "fits", NULL);
+    ql_test_open_fails(&o, QL_ERR_MEMORY, "weights alone", "more lanes", NULL);
     o = ql_test_options(tiny(), 1);
     o.size = 4;
     ql_test_open_fails(&o, QL_ERR_USAGE, "size", NULL);
@@ -212,6 +212,8 @@ static void bad_options(void **state) {
     char fits[16];
     snprintf(fits, sizeof fits, "%d", half_ctx.ctx);
     ql_test_open_fails(&o, QL_ERR_MEMORY, fits, NULL);
+    o.mem_bytes = all.lane[0].weight_bytes + all.lane[0].scale_bytes + 1024; /* the weights, and nothing to run them */
+    ql_test_open_fails(&o, QL_ERR_MEMORY, "no context fits", NULL);
 }
 
 int main(int argc, char **argv) {

@@ -192,7 +192,8 @@ static void test_rope_values(void **state) {
         {"text_config.rope_parameters.mrope_section", "[11,11,11]", "adds up to 32", "33"},
         {"text_config.rope_parameters.rope_type", "'llama3'", "\"llama3\" is not supported", "\"yarn\""},
         {"text_config.rope_parameters.rope_theta", "0", "rope_theta is 0", "accepted"},
-        {"text_config.rope_parameters.low_freq_factor", "1", "low_freq_factor", "not supported"},
+        {"text_config.rope_parameters.low_freq_factor", "1", "low_freq_factor (1) is not supported",
+         "accepted are rope_theta"},
         {"text_config.rope_parameters.partial_rotary_factor", "0.5", "partial_rotary_factor is 0.25",
          "rope_parameters says 0.5"},
     };

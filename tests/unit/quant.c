@@ -178,7 +178,7 @@ static void test_compressed_tensors_refusals(void **state) {
            "sparsity_config", "sparse-24-bitmask");
     refuse("{'quant_method':'compressed-tensors','transform_config':{'config_groups':{'u':{}}},'config_groups':{'g':"
            "{" NVFP4 ",'targets':['Linear']}}}",
-           "transform_config", "not supported");
+           "transform_config with config_groups {\"u\":{}}", "accepted is");
 }
 
 static void test_activation_only_group_is_plain(void **state) {
@@ -234,7 +234,7 @@ static void test_modelopt_globs(void **state) {
 static void test_modelopt_refusals(void **state) {
     (void)state;
     refuse("{'quant_method':'modelopt','quant_algo':'INT4_AWQ'}", "\"INT4_AWQ\"", "supported are NVFP4");
-    refuse("{'quant_method':'modelopt'}", "without quant_algo", "modelopt");
+    refuse("{'quant_method':'modelopt'}", "without quant_algo", "may be NVFP4");
     refuse("{'quant_method':'modelopt','quant_algo':'NVFP4','group_size':32}", "group_size", "accepted is 16");
     refuse("{'quant_method':'modelopt','quant_algo':'MIXED_PRECISION','quantized_layers':{'lm_head':{}}}",
            "quant_algo \"\"", "lm_head");
@@ -256,7 +256,8 @@ static void test_block_fp8(void **state) {
     expect(q, "layers.1.linear_attn.in_proj_a", QL_EXPECT_FP8, "quant_method fp8");
     assert_string_equal(ql_quant_text(q), "fp8 128x128");
     ql_quant_close(&q);
-    refuse("{'quant_method':'fp8','weight_block_size':[64,128]}", "[64, 128]", "[128, 128]");
+    refuse("{'quant_method':'fp8','weight_block_size':[64,128]}", "[64,128]", "supported is [128,128]");
+    refuse("{'quant_method':'fp8','weight_block_size':128}", "weight_block_size 128 is", "supported is [128,128]");
     refuse("{'quant_method':'fp8','fmt':'e5m2'}", "e5m2", "e4m3");
 }
 

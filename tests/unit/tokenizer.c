@@ -606,7 +606,7 @@ static void refused_files(void **state) {
         {"model/end_of_word_suffix", "\"</w>\"", "model has end_of_word_suffix \"</w>\"; accepted are null and \"\""},
         {"model/fuse_unk", "true", "model has fuse_unk true; only false is supported"},
         {"model/byte_fallback", "true", "model has byte_fallback true; only false is supported"},
-        {"model/byte_fallback", "1", "model: byte_fallback must be true or false"},
+        {"model/byte_fallback", "1", "model: byte_fallback must be true or false, not 1"},
         {"model/cache", "1", "model has a setting \"cache\" that is not supported"},
         {"model/vocab", "[]", "model needs an object \"vocab\" and an array \"merges\""},
         {"model/merges", NULL, "model needs an object \"vocab\" and an array \"merges\""},
