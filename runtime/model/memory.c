@@ -224,18 +224,22 @@ typedef struct rope_job {
     int64_t p0, p1;
 } rope_job;
 
-static void fill_rope(ql_job *job) {
-    const rope_job *j = (const rope_job *)job;
-    const ql_config *c = j->config;
+void ql_rope_fill(const ql_config *c, int64_t p0, int64_t p1, float *rows) {
     int32_t half = c->rotary_dim / 2;
     double scale = c->yarn_factor > 1 ? 0.1 * log(c->yarn_factor) + 1 : 1;
     for (int32_t i = 0; i < half; i++) {
         double f = rope_frequency(c, i);
-        for (int64_t p = j->p0; p < j->p1; p++) {
-            j->table[(p * half + i) * 2] = (float)(cos((double)p * f) * scale);
-            j->table[(p * half + i) * 2 + 1] = (float)(sin((double)p * f) * scale);
+        for (int64_t p = p0; p < p1; p++) {
+            float *pair = rows + ((p - p0) * half + i) * 2;
+            pair[0] = (float)(cos((double)p * f) * scale);
+            pair[1] = (float)(sin((double)p * f) * scale);
         }
     }
+}
+
+static void fill_rope(ql_job *job) {
+    const rope_job *j = (const rope_job *)job;
+    ql_rope_fill(j->config, j->p0, j->p1, j->table + j->p0 * j->config->rotary_dim);
 }
 
 static ql_status make_rope(ql_model *m, ql_pool *pool) {

@@ -99,6 +99,10 @@ static inline int32_t ql_model_channels(const ql_shard *s) {
 void ql_workspace_place(ql_workspace *ws, const ql_config *config, const ql_shard *shard, const ql_model_limits *limits,
                         uint8_t *base);
 
+/* The rotary table's rows of positions [p0, p1): cosine and sine of each pair, [p1 - p0][rotary_dim / 2][2], scaled as YaRN scales
+ * attention where the configuration has it. */
+void ql_rope_fill(const ql_config *config, int64_t p0, int64_t p1, float *rows);
+
 ql_status ql_model_load_weights(ql_model *model);
 void ql_model_free_weights(ql_model *model);
 
