@@ -228,7 +228,7 @@ demo: deps ## two lanes continue "The capital of France is"
 test: deps ## everything below, and one line of counts at the end
 	@$(MAKE) test-run
 
-CHECKS := tools/layers.sh 'CC=$(CC) CXX=$(CXX) tools/headers.sh' 'tools/symbols.sh $(B)' tools/format-check.sh
+CHECKS := tools/layers.sh tools/waits.py 'CC=$(CC) CXX=$(CXX) tools/headers.sh' 'tools/symbols.sh $(B)' tools/format-check.sh
 REPLAYS := $(foreach r,$(REPLAY),'$(r) tests/fuzz/corpus/$(notdir $(r))')
 CLI_TESTS := $(foreach t,$(sort $(wildcard tests/cli/*.sh)),'$(t) $(B)/qlane')
 
@@ -287,9 +287,11 @@ bench: all $(BENCH) ## speeds of kernels and of whole runs on this machine
 
 # ---- checks of the source -----------------------------------------------------------------------------------------------------
 C_FILES = $(shell git ls-files -c -o --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
-.PHONY: layers symbols headers format format-check tidy
+.PHONY: layers waits symbols headers format format-check tidy
 layers: ## include direction between folders
 	@tools/layers.sh
+waits: ## kernels that begin early wait for the one before them
+	@tools/waits.py
 symbols: $(B)/libqlane.a $(B)/libqlane.so ## only ql_ names are global; the shared library exports the public ones
 	@tools/symbols.sh $(B)
 headers: ## each header compiles alone as C17 and as C++17
