@@ -117,10 +117,10 @@ __global__ void __launch_bounds__(256) reference_kernel(struct q8_products p) {
  * chunks are on their way at any time, the first ones before the kernel in front is complete.
  */
 enum {
-    DP4A_ROWS = 2,
-    DP4A_AHEAD = 4,
+    DP4A_ROWS = 4,
+    DP4A_AHEAD = 2,
     DP4A_WARPS = 4,
-    DP4A_BLOCKS = 8, /* an SM */
+    DP4A_BLOCKS = 5, /* an SM */
     DP4A_CHUNK_BYTES = 32 / 4 * QL_Q8_RECORD_BYTES
 };
 

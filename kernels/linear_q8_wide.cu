@@ -145,7 +145,7 @@ __device__ __forceinline__ void end_slice(wide_sums acc, float factor, int slice
     }
 }
 
-__global__ void __launch_bounds__(THREADS, 3) wide_kernel(struct q8_products p, int w_tiles, int x_tiles) {
+__global__ void __launch_bounds__(THREADS, 2) wide_kernel(struct q8_products p, int w_tiles, int x_tiles) {
     __shared__ __align__(128) struct wide_stage stages[2];
     after_previous();
     int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
