@@ -114,6 +114,13 @@ ql_status ql_weight_src_group_max(const ql_weight_src *src, ql_weight *w, uint8_
     return QL_OK;
 }
 
+void ql_weight_src_plain_max(ql_weight *w, uint32_t most) {
+    ql_dtype dtype = w->format == QL_FORMAT_F32   ? QL_DTYPE_F32
+                     : w->format == QL_FORMAT_F16 ? QL_DTYPE_F16
+                                                  : QL_DTYPE_BF16;
+    ql_dtype_to_f32(dtype, &most, 1, &w->max_abs); /* little endian: two bytes are the lower two */
+}
+
 ql_status ql_weight_src_bad_code(const ql_weight_src *src, int64_t row, int64_t col, ql_error *err) {
     bool plain = src->format == QL_FORMAT_F32 || src->format == QL_FORMAT_F16 || src->format == QL_FORMAT_BF16;
     int64_t width = ql_qformat_row_bytes(src->format, 1);

@@ -29,6 +29,9 @@ ql_status ql_weight_src_group_scales(const ql_weight_src *src, ql_weight *w, uin
  * that a sound file holds, after looking for its place. */
 ql_status ql_weight_src_group_max(const ql_weight_src *src, ql_weight *w, uint8_t most, ql_error *err);
 
+/* Of plain codes: `most` is the largest without its sign; sets w->max_abs. */
+void ql_weight_src_plain_max(ql_weight *w, uint32_t most);
+
 /* Refuses the code at a place of the whole matrix, which is no number; always an error. */
 ql_status ql_weight_src_bad_code(const ql_weight_src *src, int64_t row, int64_t col, ql_error *err);
 

@@ -4,7 +4,9 @@
  * configuration only. The rules, each with its message:
  *   - every tensor that the architecture needs exists, once, with its shape;
  *   - every weight scale belongs to exactly one weight and is consumed by it; none is invented;
- *   - quantized where the configuration says plain is refused, the opposite is accepted and noted;
+ *   - quantized where the configuration says plain is refused; the opposite is accepted and noted, with a warning where it is
+ *     more than exports commonly leave plain, and refused when such weights are loaded and turn out to be bare codes
+ *     (runtime/model/weights.c);
  *   - a name that is neither needed nor known to be ignorable is refused.
  */
 #ifndef QL_LOADER_CHECKPOINT_H
@@ -24,6 +26,7 @@ typedef struct ql_linear {
         *scale; /* FP8_CHANNEL [n,1] or [n]; FP8_BLOCK [ceil n/128, ceil k/128]; NVFP4 E4M3 [n,k/16]; else NULL */
     const ql_tensor *factor; /* FP8_TENSOR and NVFP4: one number; else NULL */
     bool factor_divides;     /* compressed-tensors' weight_global_scale: w = ... / factor */
+    const char *unexpected;  /* stored plain although the configuration says quantized: those words; else NULL */
 } ql_linear;
 
 typedef struct ql_layer {
@@ -50,6 +53,7 @@ struct ql_checkpoint {
     int32_t n_tensor;
     char **note;
     int32_t n_note;
+    const char *warning;           /* the note about weights that are stored plain unexpectedly, or NULL */
     const ql_tensor *embed, *norm; /* [vocab, H], [H] */
     ql_linear lm_head;             /* tied: the embedding */
     ql_layer *layer;               /* config.n_layer of them */

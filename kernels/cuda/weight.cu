@@ -42,7 +42,7 @@ void ql_cuda_weight_bytes(ql_qformat format, int32_t n, int32_t k, int32_t row_o
 /* What a weight's kernels saw; atomics of whole numbers, whose order does not matter. */
 struct findings {
     unsigned long long bad; /* index in the cut of the first code that is no number, or all ones */
-    unsigned most;          /* the largest group scale as a byte */
+    unsigned most;          /* the largest group scale as a byte; of plain codes the largest without its sign */
 };
 
 __global__ void clear_findings(struct findings *f) { *f = findings{~0ull, 0}; }
@@ -197,14 +197,23 @@ __global__ void record_scales(uint8_t *raw, int n_row, int n_group, int n_record
     }
 }
 
-/* Plain codes: width 2 or 4 bytes; `mask` are the exponent bits, all ones in NaN and infinity. */
+/* Plain codes: width 2 or 4 bytes; `mask` are the exponent bits, all ones in NaN and infinity. Without signs, codes rise with
+ * their values. */
 __global__ void check_plain(const uint8_t *codes, int64_t n, int width, uint32_t mask, int64_t index0,
                             struct findings *found) {
+    uint32_t magnitude = width == 2 ? 0x7fffu : 0x7fffffffu, most = 0;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         uint32_t v = width == 2 ? ((const uint16_t *)codes)[i] : ((const uint32_t *)codes)[i];
         if ((v & mask) == mask) {
             atomicMin(&found->bad, (unsigned long long)(index0 + i));
         }
+        most = max(most, v & magnitude);
+    }
+    for (int d = 16; d; d >>= 1) {
+        most = max(most, __shfl_xor_sync(0xffffffffu, most, d));
+    }
+    if ((threadIdx.x & 31) == 0 && most > found->most) {
+        atomicMax(&found->most, most);
     }
 }
 
@@ -661,6 +670,9 @@ static ql_status load(ql_dev *dev, const ql_weight_src *src, ql_weight *w) {
     if (found.bad != ~0ull) {
         return ql_weight_src_bad_code(src, source_row(src, (int64_t)(found.bad / (uint64_t)src->k)),
                                       src->col0 + (int64_t)(found.bad % (uint64_t)src->k), dev->err);
+    }
+    if (is_plain(w->format)) {
+        ql_weight_src_plain_max(w, found.most);
     }
     return QL_OK;
 }

@@ -2,7 +2,7 @@
  * that the checksum of what is resident is that of what was read.
  *
  * Every code and scale that is taken is looked at on the way: a NaN or infinity in a weight, or a scale that is not a
- * finite positive number, is a damaged file and is refused with its place.
+ * finite positive number, is a damaged file and is refused with its place. Of plain weights the largest is kept.
  */
 #include "kernels/host/host_ops.h"
 
@@ -49,6 +49,41 @@ static int64_t find_all_ones(const uint8_t *p, int64_t n, int32_t width, uint32_
     return -1;
 }
 
+/* The largest of `most` and n plain codes of 2 or 4 bytes, all without their signs: so they rise with their values. */
+static uint32_t largest_code(const uint8_t *p, int64_t n, int32_t width, uint32_t most) {
+    enum { WIDE = 16 };
+    int16_t max2[WIDE] = {0};
+    int32_t max4[WIDE] = {0};
+    int64_t i = 0;
+    for (; width == 2 && i + WIDE <= n; i += WIDE) { /* signed, which every instruction set has */
+        int16_t v[WIDE];
+        memcpy(v, p + i * 2, sizeof v);
+        for (int j = 0; j < WIDE; j++) {
+            int16_t m = (int16_t)(v[j] & 0x7fff);
+            max2[j] = m > max2[j] ? m : max2[j];
+        }
+    }
+    for (; width == 4 && i + WIDE <= n; i += WIDE) {
+        int32_t v[WIDE];
+        memcpy(v, p + i * 4, sizeof v);
+        for (int j = 0; j < WIDE; j++) {
+            int32_t m = v[j] & 0x7fffffff;
+            max4[j] = m > max4[j] ? m : max4[j];
+        }
+    }
+    for (int j = 0; j < WIDE; j++) {
+        uint32_t m = width == 2 ? (uint32_t)max2[j] : (uint32_t)max4[j];
+        most = m > most ? m : most;
+    }
+    for (; i < n; i++) {
+        uint32_t v = 0;
+        memcpy(&v, p + i * width, (size_t)width);
+        v &= width == 2 ? 0x7fffu : 0x7fffffffu;
+        most = v > most ? v : most;
+    }
+    return most;
+}
+
 /* Row `row` of the whole matrix; p: its columns of the cut. */
 static ql_status check_codes(ql_dev *dev, const ql_weight_src *src, const uint8_t *p, int32_t row) {
     int64_t at = -1;
@@ -67,12 +102,19 @@ static ql_status check_codes(ql_dev *dev, const ql_weight_src *src, const uint8_
 static ql_status load_codes(ql_dev *dev, const ql_weight_src *src, ql_weight *w) {
     int64_t row_bytes = ql_qformat_row_bytes(src->format, src->k);
     int64_t full = ql_qformat_row_bytes(src->format, src->full_k), col = ql_qformat_row_bytes(src->format, src->col0);
+    int32_t width = w->format == QL_FORMAT_F32 ? 4 : 2;
+    bool plain = w->format == QL_FORMAT_F32 || w->format == QL_FORMAT_F16 || w->format == QL_FORMAT_BF16;
+    uint32_t most = 0;
     uint8_t *out = w->data;
     for (int32_t i = 0; i < src->n_range; i++) {
         for (int32_t row = src->row0[i]; row < src->row1[i]; row++, out += row_bytes) {
             memcpy(out, src->data + row * full + col, (size_t)row_bytes);
             QL_TRY(check_codes(dev, src, out, row));
+            most = plain ? largest_code(out, src->k, width, most) : 0;
         }
+    }
+    if (plain) {
+        ql_weight_src_plain_max(w, most);
     }
     return QL_OK;
 }

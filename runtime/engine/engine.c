@@ -53,8 +53,9 @@ static ql_status open_model_files(ql_engine *e, ql_error *err) {
         QL_TRY(ql_thread_start(&e->tokenizing, "qlane-tokenizer", open_tokenizer, e, err));
         e->is_tokenizing = true;
     }
-    for (int32_t i = 0; ql_checkpoint_note(e->ckpt, i); i++) {
-        ql_logf(&e->log, QL_LOG_INFO, "%s", ql_checkpoint_note(e->ckpt, i));
+    const char *note;
+    for (int32_t i = 0; (note = ql_checkpoint_note(e->ckpt, i)); i++) {
+        ql_logf(&e->log, note == e->ckpt->warning ? QL_LOG_WARN : QL_LOG_INFO, "%s", note);
     }
     return QL_OK;
 }

@@ -79,6 +79,7 @@ struct ql_model {
     void *ws_memory;
     ql_step_layout layout;
     ql_model_bytes held;
+    int32_t n_beyond; /* weights beyond what trained ones reach */
     int64_t sized_ns;
     uint64_t time_ns[QL_TIME_COUNT];
     ql_recording recording[QL_MAX_RECORDINGS];

@@ -7,8 +7,10 @@
 #include <string.h>
 #include <zlib.h>
 
-/* Above this an E4M3 or E2M1 weight of this family has certainly been given the wrong scale. */
-static const float suspicious_weight = 8.0f;
+/* No trained weight of this family reaches beyond this: a scale is missing, doubled or inverted. */
+static const float most_trained = 8.0f;
+/* The largest E2M1 code: what FP4 codes reach that were written as numbers, without their scales. */
+static const float most_e2m1 = 6.0f;
 
 static void count(ql_model *m, uint64_t weight, uint64_t scale, uint64_t stored_weight, uint64_t stored_scale) {
     m->held.weight += weight;
@@ -18,6 +20,28 @@ static void count(ql_model *m, uint64_t weight, uint64_t scale, uint64_t stored_
     if (m->resident) {
         m->resident(m->resident_user, stored_weight + stored_scale);
     }
+}
+
+/* Looks at the largest magnitude of a weight, of quantized ones as its scales bound it. Beyond what is trained one line a lane
+ * tells of the first, and the load goes on, since a model may be odd. Where the configuration says that there should be scales
+ * and there are none, it is known to be damaged. */
+static ql_status check_reach(ql_model *m, const char *name, bool plain, const char *unexpected, float most) {
+    const bool beyond = most > most_trained;
+    if (unexpected && (beyond || most == most_e2m1)) {
+        return ql_fail(m->dev->err, QL_ERR_MODEL,
+                       "%s: %s, and its weights reach %g%s: codes whose scales are lost; accepted is at most %g", name,
+                       unexpected, (double)most, beyond ? "" : ", the largest FP4 code", (double)most_trained);
+    }
+    if (beyond && m->n_beyond++ == 0) {
+        ql_logf(
+            m->log, QL_LOG_WARN,
+            plain ? "lane %d: %s reaches %g; trained weights of this family stay within %g: these may be codes without "
+                    "their scale"
+                  : "lane %d: %s reaches up to %g with its scales; trained weights of this family stay within %g: a "
+                    "scale may be missing or inverted",
+            m->shard.lane, name, (double)most, (double)most_trained);
+    }
+    return QL_OK;
 }
 
 /* ---- linear weights ----------------------------------------------------------------------------------------- */
@@ -107,10 +131,7 @@ static ql_status load_linear(ql_model *m, const ql_linear *lin, ql_part part, ql
     }
     QL_TRY(read_factor(m, lin, &src.factor));
     QL_TRY(load_slice(m, &src, out));
-    if (out->max_abs > suspicious_weight) {
-        ql_logf(m->log, QL_LOG_WARN, "%s: weights reach %g after scaling, which no trained model of this family does",
-                lin->module, (double)out->max_abs);
-    }
+    QL_TRY(check_reach(m, lin->weight->name, lin->format <= QL_FORMAT_BF16, lin->unexpected, out->max_abs));
     uint64_t w, s;
     ql_linear_stored_bytes(lin, &cut, &w, &s);
     count(m, out->weight_bytes, out->scale_bytes, w, s);
@@ -193,6 +214,7 @@ static ql_status load_embedding(ql_model *m) {
     ql_weight w;
     QL_TRY(load_slice(m, &src, &w));
     m->embed = w.data;
+    QL_TRY(check_reach(m, t->name, true, NULL, w.max_abs));
     count(m, w.weight_bytes, 0, w.weight_bytes, 0);
     return QL_OK;
 }
@@ -249,6 +271,10 @@ ql_status ql_model_load_weights(ql_model *m) {
         QL_TRY(load_vector(m, ckpt->mtp.norm_hidden, QL_PART_WHOLE, &m->mtp.norm_hidden));
         QL_TRY(load_vector(m, ckpt->mtp.norm, QL_PART_WHOLE, &m->mtp.norm));
         QL_TRY(load_layer(m, &ckpt->mtp.layer, &m->mtp.layer));
+    }
+    if (m->n_beyond > 1) {
+        ql_logf(m->log, QL_LOG_WARN, "lane %d: %d weights in all reach beyond %g", m->shard.lane, m->n_beyond,
+                (double)most_trained);
     }
     return QL_OK;
 }

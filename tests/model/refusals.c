@@ -1,7 +1,12 @@
-/* What the engine refuses: requests and options, each with its message. */
+/* What the engine refuses or warns of: requests, options and weights, each with its message. */
+#include "loader/checkpoint.h"
+#include "runtime/base/json.h"
+#include "runtime/base/num.h"
 #include "tests/model/common.h"
+#include "tests/stfile.h"
 
 #include <math.h>
+#include <unistd.h>
 
 static const ql_test_model *micro(void) { return ql_test_model_named("micro-bf16"); }
 static const ql_test_model *tiny(void) { return ql_test_model_named("tiny"); }
@@ -216,11 +221,266 @@ static void bad_options(void **state) {
     ql_test_open_fails(&o, QL_ERR_MEMORY, "no context fits", NULL);
 }
 
+/* ---- weights whose scales are lost or wrong --------------------------------------------------------------------- */
+
+/* What becomes of one linear of a model, whose other tensors stay as they are. */
+typedef enum damage {
+    NONE,
+    ONES,       /* each scale is 1 */
+    INVERTED,   /* the scale of the whole tensor is its inverse */
+    BARE_CODES, /* stored as BF16: the codes as numbers, without scales */
+    DECODED,    /* stored as BF16: what FP8 codes and scales say */
+} damage;
+
+typedef struct rewriting {
+    const ql_checkpoint *from;
+    const char *module; /* with its prefix: "lm_head" */
+    damage what;
+    ql_stfile file;
+    uint8_t *data;
+    uint64_t bytes, cap;
+} rewriting;
+
+static bool is_part(const ql_tensor *t, const char *module, const char *part) {
+    size_t len = strlen(module);
+    return strncmp(t->name, module, len) == 0 && t->name[len] == '.' && strcmp(t->name + len + 1, part) == 0;
+}
+
+static const ql_tensor *part_of(const rewriting *w, const char *part) {
+    for (int32_t i = 0; i < w->from->n_tensor; i++) {
+        if (is_part(w->from->tensor[i], w->module, part)) {
+            return w->from->tensor[i];
+        }
+    }
+    return NULL;
+}
+
+static uint8_t *append(rewriting *w, const char *name, ql_dtype dtype, int32_t rank, const int64_t *shape,
+                       uint64_t bytes) {
+    assert_int_equal(ql_stfile_add(&w->file, name, dtype, rank, shape, NULL), QL_OK);
+    assert_true(w->bytes + bytes <= w->cap);
+    uint8_t *at = w->data + w->bytes;
+    w->bytes += bytes;
+    return at;
+}
+
+static void put_scale(ql_dtype dtype, uint8_t *at, float v) {
+    uint16_t half = ql_bf16_of_f32(v);
+    memcpy(at, dtype == QL_DTYPE_F32 ? (const void *)&v : &half, dtype == QL_DTYPE_F32 ? 4 : 2);
+}
+
+/* The weight as BF16, from codes of FP4 or FP8, or from BF16 numbers of which each byte becomes an FP8 code's number. */
+static void append_plain(rewriting *w, const ql_tensor *t) {
+    const bool fp4 = t->dtype == QL_DTYPE_U8;
+    const int64_t shape[2] = {t->shape[0], t->shape[1] * (fp4 ? 2 : 1)}, n = shape[0] * shape[1];
+    const ql_tensor *scale = part_of(w, "weight_scale");
+    char name[320];
+    snprintf(name, sizeof name, "%s.weight", w->module);
+    uint8_t *at = append(w, name, QL_DTYPE_BF16, 2, shape, 2 * (uint64_t)n);
+    for (int64_t i = 0; i < n; i++) {
+        float v;
+        if (fp4) {
+            v = ql_f32_of_e2m1(t->data[i / 2] >> (i % 2 ? 4 : 0) & 15);
+        } else {
+            uint8_t code = t->data[t->dtype == QL_DTYPE_BF16 ? 2 * i : i];
+            v = ql_e4m3_is_nan(code) ? 448.0f : ql_f32_of_e4m3(code);
+        }
+        if (w->what == DECODED) {
+            float s;
+            ql_dtype_to_f32(scale->dtype, scale->data + i / shape[1] * ql_dtype_bits(scale->dtype) / 8, 1, &s);
+            v *= s;
+        }
+        put_scale(QL_DTYPE_BF16, at + 2 * i, v);
+    }
+}
+
+static void append_tensor(rewriting *w, const ql_tensor *t) {
+    const bool is_weight = is_part(t, w->module, "weight") || is_part(t, w->module, "weight_packed");
+    const size_t len = strlen(w->module);
+    const bool ours = strncmp(t->name, w->module, len) == 0 && t->name[len] == '.';
+    if (ours && w->what >= BARE_CODES) { /* scales go */
+        if (is_weight) {
+            append_plain(w, t);
+        }
+        return;
+    }
+    uint8_t *at = append(w, t->name, t->dtype, t->rank, t->shape, t->bytes);
+    memcpy(at, t->data, t->bytes);
+    const bool whole = is_part(t, w->module, "weight_global_scale") || is_part(t, w->module, "weight_scale_2");
+    const bool scale = is_part(t, w->module, "weight_scale") || is_part(t, w->module, "weight_scale_inv");
+    const int64_t step = ql_dtype_bits(t->dtype) / 8;
+    for (int64_t i = 0; i < t->n_elem && ((whole && w->what == INVERTED) || (scale && w->what == ONES)); i++) {
+        float v;
+        ql_dtype_to_f32(t->dtype, t->data + i * step, 1, &v);
+        put_scale(t->dtype, at + i * step, w->what == ONES ? 1 : 1 / v);
+    }
+}
+
+static char folder[] = "/tmp/qlane-refusals-XXXXXX";
+
+static void write_damaged(const ql_test_model *model, const char *module, damage what) {
+    rewriting w = {.module = module, .what = what, .cap = 32 << 20};
+    ql_error err = {0};
+    ql_checkpoint *from = NULL;
+    char path[128], config[4096], *text;
+    size_t n;
+    if (ql_checkpoint_open(&from, model->dir, &err) != QL_OK) {
+        fail_msg("%s", err.text);
+    }
+    w.from = from;
+    w.data = malloc(w.cap);
+    assert_non_null(w.data);
+    assert_true(part_of(&w, "weight") || part_of(&w, "weight_packed"));
+    for (int32_t i = 0; i < from->n_tensor; i++) {
+        append_tensor(&w, from->tensor[i]);
+    }
+    strcpy(folder + sizeof folder - 7, "XXXXXX");
+    assert_non_null(mkdtemp(folder));
+    ql_buf out;
+    ql_buf_init(&out, NULL, w.cap);
+    assert_int_equal(ql_stfile_header(&w.file, &out, &err), QL_OK);
+    assert_int_equal(ql_buf_add(&out, w.data, w.bytes, &err), QL_OK);
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    assert_int_equal(ql_write_file(path, out.data, out.len, &err), QL_OK);
+    snprintf(config, sizeof config, "%s/config.json", model->dir);
+    assert_int_equal(ql_read_file(config, 1 << 20, &text, &n, &err), QL_OK);
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    assert_int_equal(ql_write_file(path, text, n, &err), QL_OK);
+    free(text);
+    ql_buf_deinit(&out);
+    ql_stfile_deinit(&w.file);
+    free(w.data);
+    ql_checkpoint_close(&from);
+}
+
+static void remove_damaged(void) {
+    static const char *const files[] = {"model.safetensors", "config.json"};
+    char path[128];
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, files[i]);
+        assert_int_equal(unlink(path), 0);
+    }
+    assert_int_equal(rmdir(folder), 0);
+}
+
+/* What a plain `qlane run` shows of an engine's log. */
+typedef struct warnings {
+    int32_t n;
+    char text[2048];
+} warnings;
+
+static void take_warning(void *user, ql_log_level level, const char *line) {
+    warnings *w = user;
+    if (level <= QL_LOG_WARN) {
+        w->n++;
+        size_t len = strlen(w->text);
+        snprintf(w->text + len, sizeof w->text - len, "%s\n", line);
+    }
+}
+
+static void open_warns(const ql_options *options, int32_t n, const char *const *part, int32_t n_part) {
+    warnings w = {0};
+    ql_options o = *options;
+    o.log = take_warning;
+    o.log_user = &w;
+    ql_engine *engine = ql_test_open(&o);
+    ql_engine_close(&engine);
+    if (w.n != n) {
+        fail_msg("%s: %d warnings, not %d: %s", o.model, w.n, n, w.text);
+    }
+    for (int32_t i = 0; i < n_part && part[i]; i++) {
+        ql_test_assert_has(w.text, part[i]);
+    }
+}
+
+static void sound_models_do_not_warn(void **state) {
+    (void)state;
+    for (int32_t i = 0; i < QL_TEST_MODELS; i++) {
+        const ql_options o = ql_test_options(&ql_test_models[i], 1);
+        open_warns(&o, 0, NULL, 0);
+    }
+}
+
+static void wrong_scales(void **state) {
+    (void)state;
+    static const struct {
+        const char *model, *module;
+        damage what;
+        ql_status status;
+        int32_t lanes, n_warn;
+        const char *part[5];
+    } cases[] = {
+        {"micro-mixed", "lm_head", NONE, QL_OK, 1, 0, {NULL}},
+        {"micro-mixed", "lm_head", ONES, QL_OK, 1, 1, {"lm_head.weight reaches up to 448", "within 8", "scale"}},
+        {"micro-mixed", "lm_head", ONES, QL_OK, 2, 2, {"lane 0: lm_head.weight", "lane 1: lm_head.weight"}},
+        {"micro-fp8-block",
+         "model.language_model.layers.0.mlp.up_proj",
+         ONES,
+         QL_OK,
+         1,
+         1,
+         {"layers.0.mlp.up_proj.weight reaches up to 448", "within 8"}},
+        {"micro-mixed",
+         "model.language_model.layers.0.mlp.up_proj",
+         INVERTED,
+         QL_OK,
+         1,
+         1,
+         {"layers.0.mlp.up_proj.weight_packed reaches up to ", "within 8", "inverted"}},
+        {"micro-nvfp4-modelopt", "lm_head", INVERTED, QL_OK, 1, 1, {"lm_head.weight reaches up to ", "within 8"}},
+        {"micro-bf16",
+         "model.language_model.layers.0.mlp.up_proj",
+         BARE_CODES,
+         QL_OK,
+         1,
+         1,
+         {"layers.0.mlp.up_proj.weight reaches 4", "within 8", "codes without their scale"}},
+        {"micro-mixed",
+         "lm_head",
+         DECODED,
+         QL_OK,
+         1,
+         1,
+         {"1 linears are stored plain where the configuration says quantized (first: lm_head"}},
+        {"micro-mixed",
+         "lm_head",
+         BARE_CODES,
+         QL_ERR_MODEL,
+         1,
+         0,
+         {"lm_head.weight: stored plain although group_0", "says fp8", "reach 448: codes whose scales are lost",
+          "at most 8"}},
+        {"micro-mixed",
+         "model.language_model.layers.0.mlp.up_proj",
+         BARE_CODES,
+         QL_ERR_MODEL,
+         2,
+         0,
+         {"layers.0.mlp.up_proj.weight: stored plain although group_1", "says nvfp4", "reach 6, the largest FP4 code",
+          "at most 8"}},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        write_damaged(ql_test_model_named(cases[i].model), cases[i].module, cases[i].what);
+        ql_test_model damaged = *ql_test_model_named(cases[i].model);
+        damaged.dir = folder;
+        const ql_options o = ql_test_options(&damaged, cases[i].lanes);
+        const char *const *p = cases[i].part;
+        if (cases[i].status == QL_OK) {
+            open_warns(&o, cases[i].n_warn, p, 5);
+        } else {
+            ql_test_open_fails(&o, cases[i].status, p[0], p[1], p[2], p[3], NULL);
+        }
+        remove_damaged();
+    }
+}
+
 int main(int argc, char **argv) {
     ql_test_begin(argc, argv, 600);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(bad_requests),
         cmocka_unit_test(bad_options),
+        cmocka_unit_test(sound_models_do_not_warn),
+        cmocka_unit_test(wrong_scales),
     };
     return cmocka_run_group_tests_name("refusals", tests, NULL, NULL);
 }
