@@ -30,6 +30,7 @@ typedef struct buffers {
 
 typedef struct world_options {
     size_t cap;
+    size_t reduce_cap; /* largest sum that the collectives are opened for; 0: cap */
     int32_t wait_ms;
     int32_t proof_times;
     bool no_peer;      /* CUDA: NCCL alone */
@@ -137,7 +138,7 @@ static ql_status open_group(world *w, ql_error *err) {
         }
         const ql_comm_cuda_options o = {.n_lane = w->n,
                                         .ordinal = ordinal,
-                                        .max_bytes = w->o.cap,
+                                        .max_bytes = w->o.reduce_cap ? w->o.reduce_cap : w->o.cap,
                                         .wait_ms = w->o.wait_ms,
                                         .init_ms = INIT_MS,
                                         .proof_times = w->o.proof_times,
@@ -155,8 +156,10 @@ static ql_status connect(world *w, ql_error *err) {
 #if QL_CUDA
     if (w->check->kind == QL_DEVICE_CUDA) {
         QL_TRY(ql_lanes_run(&w->lanes, connect_lane, w, err));
-        QL_TRY(ql_lanes_run(&w->lanes, prove_lane, w, err));
-        return ql_comm_cuda_settle(w->group, err);
+        for (bool again = true; again;) {
+            QL_TRY(ql_lanes_run(&w->lanes, prove_lane, w, err));
+            QL_TRY(ql_comm_cuda_settle(w->group, &again, err));
+        }
     }
 #endif
     (void)w, (void)err;
@@ -453,6 +456,16 @@ static void sizes(ql_check *c, int32_t n, bool nccl) {
         }
     }
     close_shared(&s);
+    shared larger = {
+        .check = c, .n = n, .o = {.cap = 1 << 20, .reduce_cap = 8192, .wait_ms = WAIT_MS, .no_peer = nccl}};
+    static const size_t gathered[] = {8192 + 4, 65536, 1 << 20};
+    for (uint32_t i = 0; i < 3; i++) { /* a gather may be larger than any sum */
+        job j = {.op = GATHER, .bytes = gathered[i], .rounds = 8, .seed = 77000 + 100 * i};
+        if (ql_check_begin(c, n, "collectives.sizes%s.gather.%zuB_of_8192B", path_suffix(nccl), j.bytes)) {
+            run_case(&larger, &j, run_rounds);
+        }
+    }
+    close_shared(&larger);
 }
 
 /* ---- many on one communicator ---------------------------------------------------------------------------------------- */

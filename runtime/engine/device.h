@@ -23,7 +23,7 @@ ql_status ql_devices_of_plan(ql_devices *devices, const ql_options *options, ql_
 /* Device memory of one lane's collectives, for vectors of at most max_bytes. */
 uint64_t ql_devices_comm_bytes(const ql_devices *devices, size_t max_bytes);
 
-/* About what the driver takes on each GPU beside what a lane asks for: context, code, NCCL. 0 for host lanes. */
+/* About what the driver takes on each GPU beside what a lane asks for: context and code, without NCCL. 0 for host lanes. */
 uint64_t ql_devices_context_bytes(const ql_devices *devices);
 
 /* On the caller's thread: opens what all lanes share. */

@@ -1,4 +1,4 @@
-/* Collectives of CUDA lanes over peer memory, with NCCL beside them.
+/* Collectives of CUDA lanes over peer memory, or by NCCL where GPUs cannot reach each other's.
  *
  * The peer path. A vector is cut into chunks of 4 KiB, and block b of the one kernel works on chunks b, b + grid, ...
  * For a chunk a lane stores its part into its slot in every peer's memory, then stores the chunk's epoch into its flag
@@ -41,7 +41,7 @@ struct lane_memory {
     uint8_t *slot;             /* [2][n_lane][cap] */
     uint32_t *flag;            /* [n_lane][n_chunk] */
     uint32_t *epoch;           /* [n_chunk], the lane's own */
-    uint8_t *proof;            /* [2][cap] source and result of the proof */
+    uint8_t *proof;            /* [2][cap] source and result of the proof, gone behind it */
     unsigned long long *wrong; /* elements that the proof found wrong */
     uint8_t *room;             /* of sums inside chains */
 };
@@ -60,6 +60,7 @@ struct ql_comm_group {
     bool chain_tried[MAX_LANES], chain_ok[MAX_LANES];
     unsigned long long n_wrong[MAX_LANES];
     bool use_peer, use_chains;
+    bool library_stays; /* NCCL's, after the group */
     int n_block[MAX_LANES], n_sm[MAX_LANES];
     uint64_t n_peer, n_nccl; /* collectives served; relaxed atomics */
     uint64_t n_proved;       /* elements; likewise */
@@ -71,6 +72,7 @@ struct exchange_args {
     const uint8_t *src;
     uint8_t *dst;
     size_t bytes, cap;
+    size_t stride; /* between the parts of a gathered vector in dst */
     int lane, n_lane, n_chunk_max;
     bool sum;   /* add in tree order, or gather */
     bool whole; /* everything is a multiple of 16 bytes */
@@ -172,15 +174,22 @@ __device__ __forceinline__ void store_words(uint8_t *p, size_t left, uint4 v) {
     }
 }
 
-/* Adds the parts of 16 bytes at `at`, or hands them on. */
+/* All lanes' parts of 16 bytes at `at`. */
 template <int N>
-__device__ __forceinline__ void finish_vector(const struct exchange_args &a, size_t at, size_t parity, uint4 own) {
-    uint4 part[N];
+__device__ __forceinline__ void load_parts(const struct exchange_args &a, size_t at, size_t parity, uint4 own,
+                                           uint4 (&part)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
         /* past L1, which may hold the slot's content of two epochs ago */
         part[i] = i == a.lane ? own : __ldcg((const uint4 *)(a.slot[a.lane] + parity + (size_t)i * a.cap + at));
     }
+}
+
+/* Adds the parts of 16 bytes at `at`, or hands them on. */
+template <int N>
+__device__ __forceinline__ void finish_vector(const struct exchange_args &a, size_t at, size_t parity, uint4 own) {
+    uint4 part[N];
+    load_parts<N>(a, at, parity, own, part);
     if (a.sum) {
         float4 sum = tree4<N>(part);
         if (a.whole) {
@@ -193,9 +202,9 @@ __device__ __forceinline__ void finish_vector(const struct exchange_args &a, siz
 #pragma unroll
     for (int i = 0; i < N; i++) {
         if (a.whole) {
-            *(uint4 *)(a.dst + (size_t)i * a.bytes + at) = part[i];
+            *(uint4 *)(a.dst + (size_t)i * a.stride + at) = part[i];
         } else {
-            store_words(a.dst + (size_t)i * a.bytes + at, a.bytes - at, part[i]);
+            store_words(a.dst + (size_t)i * a.stride + at, a.bytes - at, part[i]);
         }
     }
 }
@@ -223,32 +232,74 @@ __device__ __forceinline__ bool await_flag(const struct exchange_args &a, int c,
     return wait_flag(a.flag[a.lane] + (size_t)peer * a.n_chunk_max + c, epoch, peer, a);
 }
 
-/* Short vectors: a block a chunk, a thread 16 bytes. `bytes` and all pointers are multiples of 4. */
-template <int N> __global__ void __launch_bounds__(THREADS) exchange(struct exchange_args a) {
-    __shared__ int failed;
-    int c = blockIdx.x, peer = (int)threadIdx.x;
-    uint32_t epoch = a.epoch[c] + 1;
-    size_t at = (size_t)c * CHUNK + threadIdx.x * VECTOR, parity = (size_t)(epoch & 1) * N * a.cap;
-    uint4 own = make_uint4(0, 0, 0, 0);
+/* Of a chunk, by its block: `own` is this thread's 16 bytes at `at`; `finish` is called once all lanes' are there. False on all
+ * threads when a wait gave up. */
+template <int N, typename F>
+__device__ __forceinline__ bool exchange_chunk(const struct exchange_args &a, int c, size_t at, uint32_t epoch,
+                                               uint4 own, F finish) {
+    int peer = (int)threadIdx.x;
+    size_t parity = (size_t)(epoch & 1) * N * a.cap;
+    bool lost = false;
     if (at < a.bytes) {
-        own = load_own(a, at);
         push_vector<N>(a, at, parity, own);
-    }
-    if (threadIdx.x == 0) {
-        failed = 0;
     }
     __syncthreads();
     if (peer < N && peer != a.lane) {
         send_flag(a, c, peer, epoch);
-        if (!await_flag(a, c, peer, epoch)) {
-            failed = 1;
-        }
+        lost = !await_flag(a, c, peer, epoch);
     } else if (peer == a.lane) {
         a.epoch[c] = epoch;
     }
-    __syncthreads();
-    if (!failed && at < a.bytes) {
-        finish_vector<N>(a, at, parity, own);
+    if (__syncthreads_or(lost)) {
+        return false;
+    }
+    if (at < a.bytes) {
+        finish(parity);
+    }
+    return true;
+}
+
+/* Short vectors: a block a chunk, a thread 16 bytes. `bytes` and all pointers are multiples of 4. */
+template <int N> __global__ void __launch_bounds__(THREADS) exchange(struct exchange_args a) {
+    int c = blockIdx.x;
+    size_t at = (size_t)c * CHUNK + threadIdx.x * VECTOR;
+    uint4 own = at < a.bytes ? load_own(a, at) : make_uint4(0, 0, 0, 0);
+    exchange_chunk<N>(a, c, at, a.epoch[c] + 1, own, [&](size_t parity) { finish_vector<N>(a, at, parity, own); });
+}
+
+/* Rounds of the proof, as `exchange` would do them: what it loads is known here (proof.cuh), what it would store is counted in
+ * *wrong when it is not the sum. `bytes` is a multiple of 16. */
+template <int N>
+__global__ void __launch_bounds__(THREADS)
+    prove_exchange(struct exchange_args a, uint32_t first, int rounds, unsigned long long *wrong) {
+    int c = blockIdx.x;
+    size_t at = (size_t)c * CHUNK + threadIdx.x * VECTOR;
+    uint32_t epoch = a.epoch[c];
+    bool on = true;
+    for (int r = 0; r < rounds && on; r++) {
+        auto word = [&](int lane, int i) {
+            return proof_value(lane, first + (uint32_t)r, (int64_t)(at / sizeof(float)) + i);
+        };
+        float own[4];
+        for (int i = 0; i < 4; i++) {
+            own[i] = word(a.lane, i);
+        }
+        uint4 v = *(uint4 *)own;
+        on = exchange_chunk<N>(a, c, at, ++epoch, v, [&](size_t parity) {
+            uint4 part[N];
+            load_parts<N>(a, at, parity, v, part);
+            float4 sum = tree4<N>(part);
+            const float got[4] = {sum.x, sum.y, sum.z, sum.w};
+            for (int i = 0; i < 4; i++) {
+                float want = 0;
+                for (int lane = 0; lane < N; lane++) {
+                    want += word(lane, i);
+                }
+                if (!(got[i] == want)) {
+                    atomicAdd(wrong, 1ull); /* a count, not a sum that anything rounds */
+                }
+            }
+        });
     }
 }
 
@@ -338,18 +389,21 @@ static ql_status cu_check(const ql_comm *c, cudaError_t e, const char *what) {
 
 static cudaStream_t stream_of(const ql_comm *c) { return (cudaStream_t)ql_cuda_stream(c->dev); }
 
-static ql_status peer_exchange(ql_comm *c, const void *src, void *dst, size_t bytes, bool sum) {
-    struct ql_comm_group *g = c->group;
+/* A sum, or a gather of parts that are `stride` bytes apart in dst. */
+static struct exchange_args exchange_of(const ql_comm *c, const void *src, void *dst, size_t bytes, bool sum,
+                                        size_t stride) {
+    const struct ql_comm_group *g = c->group;
     struct exchange_args a = {};
     a.src = (const uint8_t *)src;
     a.dst = (uint8_t *)dst;
     a.bytes = bytes;
     a.cap = g->cap;
+    a.stride = stride;
     a.lane = c->lane;
     a.n_lane = c->n_lane;
     a.n_chunk_max = (int)(g->cap / CHUNK);
     a.sum = sum;
-    a.whole = (bytes | (uintptr_t)src | (uintptr_t)dst) % VECTOR == 0;
+    a.whole = (bytes | stride | (uintptr_t)src | (uintptr_t)dst) % VECTOR == 0;
     for (int i = 0; i < c->n_lane; i++) {
         a.slot[i] = g->lane[i].slot;
         a.flag[i] = g->lane[i].flag;
@@ -357,11 +411,23 @@ static ql_status peer_exchange(ql_comm *c, const void *src, void *dst, size_t by
     a.epoch = g->lane[c->lane].epoch;
     a.words = (struct host_words *)g->device_words[c->lane];
     a.wait_ns = (unsigned long long)g->o.wait_ms * 1000000ull;
-    int n_chunk = (int)((bytes + CHUNK - 1) / CHUNK);
-    int most = g->n_block[0]; /* the same grid on every lane: the fewest blocks that fit on any */
-    for (int i = 1; i < c->n_lane; i++) {
+    return a;
+}
+
+/* The same grid on every lane: the fewest blocks that fit on any. */
+static int most_blocks(const struct ql_comm_group *g) {
+    int most = g->n_block[0];
+    for (int i = 1; i < g->o.n_lane; i++) {
         most = g->n_block[i] < most ? g->n_block[i] : most;
     }
+    return most;
+}
+
+static int chunks_of(size_t bytes) { return (int)((bytes + CHUNK - 1) / CHUNK); }
+
+static ql_status peer_exchange(ql_comm *c, const void *src, void *dst, size_t bytes, bool sum, size_t stride) {
+    struct exchange_args a = exchange_of(c, src, dst, bytes, sum, stride);
+    int n_chunk = chunks_of(bytes), most = most_blocks(c->group);
     switch (c->n_lane) {
     case 2: launch_exchange<2>(n_chunk, most, stream_of(c), a); break;
     case 4: launch_exchange<4>(n_chunk, most, stream_of(c), a); break;
@@ -423,7 +489,7 @@ static ql_status reduce(ql_comm *c, const float *src, float *dst, int64_t n) {
     }
     if (c->group->use_peer) {
         ql_dev_count(&c->group->n_peer, 1);
-        return peer_exchange(c, src, dst, bytes, true);
+        return peer_exchange(c, src, dst, bytes, true, 0);
     }
     ql_dev_count(&c->group->n_nccl, 1);
     return nccl_reduce(c, src, dst, n);
@@ -433,9 +499,17 @@ static ql_status gather(ql_comm *c, const void *src, void *dst, size_t bytes) {
     if (c->n_lane == 1) {
         return cu_check(c, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, stream_of(c)), "gather");
     }
-    if (c->group->use_peer && bytes % 4 == 0 && bytes <= c->group->cap) {
+    if (c->group->use_peer) {
+        if (bytes % 4 != 0) {
+            return ql_fail(c->dev->err, QL_ERR_INTERNAL, "lane %d: gather of %zu bytes, not whole words", c->lane,
+                           bytes);
+        }
         ql_dev_count(&c->group->n_peer, 1);
-        return peer_exchange(c, src, dst, bytes, false);
+        for (size_t at = 0, n; at < bytes; at += n) { /* as much at once as the slots hold */
+            n = bytes - at < c->group->cap ? bytes - at : c->group->cap;
+            QL_TRY(peer_exchange(c, (const uint8_t *)src + at, (uint8_t *)dst + at, n, false, bytes));
+        }
+        return QL_OK;
     }
     ql_dev_count(&c->group->n_nccl, 1);
     return nccl_gather(c, src, dst, bytes);
@@ -479,7 +553,7 @@ uint64_t ql_comm_cuda_bytes(int32_t n_lane, size_t max_bytes) {
         return 0;
     }
     uint64_t cap = slot_cap(max_bytes), n = (uint64_t)n_lane, chunks = cap / CHUNK;
-    return 2 * n * cap + (n + 1) * chunks * 4 + 2 * cap + (n_lane > 2 ? n * cap : 0) + sizeof(unsigned long long) +
+    return 2 * n * cap + (n + 1) * chunks * 4 + (n_lane > 2 ? n * cap : 0) + sizeof(unsigned long long) +
            QL_CUDA_EXCHANGE_BYTES;
 }
 
@@ -490,21 +564,33 @@ ql_status ql_comm_cuda_open(ql_comm_group **group, const ql_comm_cuda_options *o
     memcpy(g->ordinal, o->ordinal, (size_t)o->n_lane * sizeof *g->ordinal);
     g->o.ordinal = g->ordinal;
     g->cap = slot_cap(o->max_bytes);
-    if (o->n_lane > 1) {
-        ql_status status = ql_nccl_open(&g->nccl, err);
-        if (status == QL_OK) {
-            int before = 0;
-            cudaGetDevice(&before);
-            status = ql_nccl_init_all(&g->nccl, g->nccl_comm, o->n_lane, g->ordinal, o->init_ms, err);
-            cudaSetDevice(before);
+    ql_status status = QL_OK;
+    for (int i = 0; i < o->n_lane && status == QL_OK; i++) {
+        for (int j = 0; j < i && status == QL_OK; j++) {
+            status = o->ordinal[i] != o->ordinal[j]
+                         ? QL_OK
+                         : ql_fail(err, QL_ERR_DEVICE, "GPU %d is named for lanes %d and %d", o->ordinal[i], j, i);
         }
-        if (status != QL_OK) {
-            ql_free(o->mem, g); /* the library stays open: an attempt left behind may be in it */
-            return status;
-        }
+    }
+    if (o->n_lane > 1 && status == QL_OK) {
+        status = ql_nccl_open(&g->nccl, err);
+    }
+    if (status != QL_OK) {
+        ql_free(o->mem, g);
+        return status;
     }
     *group = g;
     return QL_OK;
+}
+
+/* NCCL's communicators, for the engine's life. */
+static ql_status open_nccl(struct ql_comm_group *g, ql_error *err) {
+    int before = 0;
+    cudaGetDevice(&before);
+    ql_status status = ql_nccl_init_all(&g->nccl, g->nccl_comm, g->o.n_lane, g->ordinal, g->o.init_ms, err);
+    cudaSetDevice(before);
+    g->library_stays = status != QL_OK; /* an attempt left behind may be in it */
+    return status;
 }
 
 ql_status ql_comm_cuda_bind(ql_comm_group *g, int32_t lane, ql_dev *dev, ql_comm *c) {
@@ -582,39 +668,73 @@ __global__ void proof_fill(float *src, int64_t n, int lane, uint32_t round) {
     }
 }
 
-__global__ void proof_check(const float *sum, int64_t n, int n_lane, uint32_t round, unsigned long long *wrong) {
+/* Sums of gridDim.y rounds, n elements each. */
+__global__ void proof_check(const float *sum, int64_t n, int n_lane, uint32_t first, unsigned long long *wrong) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         float want = 0;
         for (int l = 0; l < n_lane; l++) {
-            want += proof_value(l, round, i);
+            want += proof_value(l, first + blockIdx.y, i);
         }
-        if (!(sum[i] == want)) {
+        if (!(sum[blockIdx.y * n + i] == want)) {
             atomicAdd(wrong, 1ull); /* a count, not a sum that anything rounds */
         }
     }
 }
 
+static int proof_rounds(const ql_comm *c, int rounds) {
+    return rounds * (c->group->o.proof_times > 1 ? c->group->o.proof_times : 1);
+}
+
+/* Now and then in the proof: bounds the queue, and sees an abort. */
+static ql_status proof_pause(ql_comm *c) {
+    ql_dev_count(&c->dev->progress, 1);
+    QL_TRY(c->dev->ops->sync(c->dev));
+    return check(c);
+}
+
+/* Of a path with the kernels that serve. */
 static ql_status prove_path(ql_comm *c, bool peer, int64_t n, int rounds, uint32_t seed) {
     struct ql_comm_group *g = c->group;
     struct lane_memory *m = &g->lane[c->lane];
     float *src = (float *)m->proof, *dst = (float *)(m->proof + g->cap);
     unsigned grid = (unsigned)((n + THREADS - 1) / THREADS);
     grid = grid > 512 ? 512 : grid;
-    rounds *= g->o.proof_times > 1 ? g->o.proof_times : 1;
+    rounds = proof_rounds(c, rounds);
     ql_dev_count(&g->n_proved, (uint64_t)n * (uint64_t)rounds);
     for (int r = 0; r < rounds; r++) {
         uint32_t round = seed + (uint32_t)r;
         proof_fill<<<grid, THREADS, 0, stream_of(c)>>>(src, n, c->lane, round);
-        QL_TRY(peer ? peer_exchange(c, src, dst, (size_t)n * sizeof(float), true) : nccl_reduce(c, src, dst, n));
+        QL_TRY(peer ? peer_exchange(c, src, dst, (size_t)n * sizeof(float), true, 0) : nccl_reduce(c, src, dst, n));
         proof_check<<<grid, THREADS, 0, stream_of(c)>>>(dst, n, c->n_lane, round, m->wrong);
-        if (r % 256 == 255) { /* bound the queue, and see an abort */
-            ql_dev_count(&c->dev->progress, 1);
-            QL_TRY(c->dev->ops->sync(c->dev));
-            QL_TRY(check(c));
+        if (r % 256 == 255) {
+            QL_TRY(proof_pause(c));
         }
     }
-    QL_TRY(c->dev->ops->sync(c->dev));
-    return check(c);
+    return proof_pause(c);
+}
+
+/* Of short vectors over peer memory, some rounds a launch. */
+static ql_status prove_short(ql_comm *c, int64_t n, int rounds, uint32_t seed) {
+    constexpr int AT_ONCE = 8;
+    struct exchange_args a = exchange_of(c, NULL, NULL, (size_t)n * sizeof(float), true, 0);
+    unsigned long long *wrong = c->group->lane[c->lane].wrong;
+    unsigned grid = (unsigned)chunks_of(a.bytes);
+    rounds = proof_rounds(c, rounds);
+    ql_dev_count(&c->group->n_proved, (uint64_t)n * (uint64_t)rounds);
+    for (int r = 0; r < rounds; r += AT_ONCE) {
+        int many = rounds - r < AT_ONCE ? rounds - r : AT_ONCE;
+        uint32_t first = seed + (uint32_t)r;
+        switch (c->n_lane) {
+        case 2: prove_exchange<2><<<grid, THREADS, 0, stream_of(c)>>>(a, first, many, wrong); break;
+        case 4: prove_exchange<4><<<grid, THREADS, 0, stream_of(c)>>>(a, first, many, wrong); break;
+        default: prove_exchange<8><<<grid, THREADS, 0, stream_of(c)>>>(a, first, many, wrong); break;
+        }
+        QL_TRY(cu_check(c, cudaGetLastError(), "proof of peer memory"));
+        if (r / AT_ONCE % 256 == 255) {
+            QL_TRY(proof_pause(c));
+        }
+    }
+    return proof_pause(c);
 }
 
 /* Lets the device's chains add across lanes where all lanes' can. */
@@ -645,26 +765,21 @@ static ql_status prove_chains(ql_comm *c) {
     int64_t room = (int64_t)(g->cap / sizeof(float));
     int32_t n = (int32_t)(room < QL_CUDA_CHAIN_ELEMENTS ? room : QL_CUDA_CHAIN_ELEMENTS);
     int32_t many = room / n < QL_CUDA_CHAIN_ROUNDS ? (int32_t)(room / n) : QL_CUDA_CHAIN_ROUNDS;
-    int rounds = PROOF_SMALL_ROUNDS * (g->o.proof_times > 1 ? g->o.proof_times : 1);
+    int rounds = proof_rounds(c, PROOF_SMALL_ROUNDS);
     ql_dev_count(&g->n_proved, (uint64_t)n * (uint64_t)(rounds / many * many));
     for (int r = 0; r + many <= rounds; r += many) {
         uint32_t round = 300001 + (uint32_t)r;
         QL_TRY(ql_cuda_prove_chains(c->dev, dst, n, many, round));
-        for (int32_t i = 0; i < many; i++) {
-            proof_check<<<(unsigned)((n + THREADS - 1) / THREADS), THREADS, 0, stream_of(c)>>>(
-                dst + (int64_t)i * n, n, c->n_lane, round + (uint32_t)i, m->wrong);
-        }
+        proof_check<<<dim3((unsigned)((n + THREADS - 1) / THREADS), (unsigned)many), THREADS, 0, stream_of(c)>>>(
+            dst, n, c->n_lane, round, m->wrong);
         if (r / many % 64 == 63) {
-            ql_dev_count(&c->dev->progress, 1);
-            QL_TRY(c->dev->ops->sync(c->dev));
-            QL_TRY(check(c));
+            QL_TRY(proof_pause(c));
         }
     }
-    QL_TRY(c->dev->ops->sync(c->dev));
-    return check(c);
+    return proof_pause(c);
 }
 
-/* Rounds of NCCL are ten times dearer and its code is proved elsewhere. */
+/* Every way that is open and not proved yet. Rounds of NCCL are ten times dearer and its code is proved elsewhere. */
 ql_status ql_comm_cuda_prove(ql_comm *c) {
     struct ql_comm_group *g = c->group;
     if (c->n_lane == 1) {
@@ -677,11 +792,13 @@ ql_status ql_comm_cuda_prove(ql_comm *c) {
     int64_t largest = (int64_t)(g->cap / sizeof(float));
     int64_t small =
         (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) < largest ? (int64_t)(PROOF_SMALL_BYTES / sizeof(float)) : largest;
-    bool chains = g->chain_tried[c->lane] = connect_chains(c);
+    bool nccl = nccl_comm_of(c) != NULL; /* open, so the others are proved */
+    bool chains = !nccl && connect_chains(c);
+    g->chain_tried[c->lane] = g->chain_tried[c->lane] || chains;
     enum { PEER, CHAIN, NCCL, WAYS };
     for (int way = 0; way < WAYS; way++) {
         bool is_peer = way == PEER;
-        if ((is_peer && !peer) || (way == CHAIN && !chains)) {
+        if (way == PEER ? nccl || !peer : way == CHAIN ? !chains : !nccl) {
             continue;
         }
         struct lane_memory *m = &g->lane[c->lane];
@@ -689,8 +806,12 @@ ql_status ql_comm_cuda_prove(ql_comm *c) {
         if (way == CHAIN) {
             QL_TRY(prove_chains(c));
         } else {
-            QL_TRY(prove_path(c, is_peer, 4, is_peer ? PROOF_SMALL_ROUNDS : 100, 1));
-            QL_TRY(prove_path(c, is_peer, small, is_peer ? PROOF_SMALL_ROUNDS : 100, 100001));
+            if (is_peer) {
+                QL_TRY(prove_short(c, 4, PROOF_SMALL_ROUNDS, 1));
+                QL_TRY(prove_short(c, small, PROOF_SMALL_ROUNDS, 100001));
+            }
+            QL_TRY(prove_path(c, is_peer, 4, 100, 1));
+            QL_TRY(prove_path(c, is_peer, small, 100, 100001));
             QL_TRY(prove_path(c, is_peer, largest, is_peer ? PROOF_LARGE_ROUNDS : 5, 200001));
         }
         QL_TRY(c->dev->ops->d2h(c->dev, &g->n_wrong[c->lane], m->wrong, sizeof *m->wrong));
@@ -701,49 +822,52 @@ ql_status ql_comm_cuda_prove(ql_comm *c) {
     return QL_OK;
 }
 
-ql_status ql_comm_cuda_settle(ql_comm_group *g, ql_error *err) {
+ql_status ql_comm_cuda_settle(ql_comm_group *g, bool *again, ql_error *err) {
+    *again = false;
     if (g->o.n_lane == 1) {
         return QL_OK;
     }
-    bool peer = true, nccl = true;
+    bool peer = true, nccl = true, chains = true, tried = false;
     for (int i = 0; i < g->o.n_lane; i++) {
         peer = peer && g->peer_ok[i];
         nccl = nccl && g->nccl_ok[i];
-    }
-    if (!peer && !g->o.no_peer) {
-        ql_logf(g->o.log, QL_LOG_WARN,
-                "reductions over peer memory are off: the GPUs cannot reach each other's memory, or "
-                "delivered wrong sums; NCCL serves them, slower");
-    }
-    if (!nccl) {
-        ql_logf(g->o.log, QL_LOG_WARN, "NCCL %d delivered wrong sums on this machine", g->nccl.version);
-    }
-    if (!peer && !nccl) {
-        return ql_fail(err, QL_ERR_DEVICE, "no way to add across these GPUs gave right sums; use one lane");
-    }
-    if (!nccl) {
-        return ql_fail(err, QL_ERR_DEVICE,
-                       "NCCL gave wrong sums on these GPUs; use one lane, or another NCCL through QLANE_NCCL");
-    }
-    bool chains = peer, tried = false;
-    for (int i = 0; i < g->o.n_lane; i++) {
         chains = chains && g->chain_ok[i];
         tried = tried || g->chain_tried[i];
     }
-    if (tried && !chains) {
+    if (!peer && !g->nccl_comm[0]) {
+        if (!g->o.no_peer) {
+            ql_logf(g->o.log, QL_LOG_WARN,
+                    "reductions over peer memory are off: the GPUs cannot reach each other's memory, or "
+                    "delivered wrong sums; NCCL serves them, slower");
+        }
+        QL_TRY(open_nccl(g, err));
+        *again = true;
+        return QL_OK;
+    }
+    if (!peer && !nccl) {
+        return ql_fail(err, QL_ERR_DEVICE,
+                       "no way to add across these GPUs gave right sums, NCCL %d neither; use one lane, or another "
+                       "NCCL through QLANE_NCCL",
+                       g->nccl.version);
+    }
+    if (peer && tried && !chains) {
         ql_logf(g->o.log, QL_LOG_WARN,
                 "sums inside chains are off: they were wrong; sums between chains serve, slower");
     }
     g->use_peer = peer;
-    g->use_chains = chains;
+    g->use_chains = peer && chains;
     return QL_OK;
 }
 
-void ql_comm_cuda_keep_chains(ql_comm *c) {
-    if (!c->group->use_chains) {
+void ql_comm_cuda_begin(ql_comm *c) {
+    struct ql_comm_group *g = c->group;
+    struct lane_memory *m = &g->lane[c->lane];
+    if (!g->use_chains) {
         ql_cuda_exchange none = {};
         ql_cuda_connect_chains(c->dev, &none);
     }
+    c->dev->ops->free(c->dev, m->proof);
+    m->proof = NULL;
 }
 
 /* ---- close --------------------------------------------------------------------------------------------------------- */
@@ -790,7 +914,9 @@ void ql_comm_cuda_close(ql_comm_group **group) {
     }
     cudaSetDevice(before);
     cudaGetLastError();
-    ql_nccl_close(&g->nccl);
+    if (!g->library_stays) {
+        ql_nccl_close(&g->nccl);
+    }
     ql_free(g->o.mem, g);
     *group = NULL;
 }

@@ -1,11 +1,13 @@
 /* Collectives of CUDA lanes. No CUDA or NCCL type crosses this header.
  *
- * Two paths, and a third inside the device's chains (kernels/chain.h), each proved when an engine opens and switched off, loudly, if it is wrong:
+ * Two paths, and a third inside the device's chains (kernels/chain.h), each proved when an engine opens, before it serves, and
+ * switched off, loudly, if it is wrong:
  *   peer   one kernel per collective: every lane pushes its data into its peers' memory, waits for their flags, and adds
  *          in tree order. For lanes whose GPUs can all reach each other's memory.
- *   nccl   NCCL's sum for two lanes (one exact addition), gather and tree addition for more.
  *   chain  sums of a generation step, where the peer path is right and GPUs can add to each other's memory.
- * More than one lane needs NCCL to be there, so that there is a path on any machine.
+ *   nccl   NCCL's sum for two lanes (one exact addition), gather and tree addition for more: where the peer path is not right.
+ * More than one lane needs NCCL to be there, so that there is a path on any machine. Its communicators, which take most of a
+ * gigabyte of each GPU and most of a second, are made once, and only where it serves.
  */
 #ifndef QL_RUNTIME_LANE_COMM_CUDA_H
 #define QL_RUNTIME_LANE_COMM_CUDA_H
@@ -29,29 +31,32 @@ typedef struct ql_comm_cuda_options {
     const ql_allocator *mem;
 } ql_comm_cuda_options;
 
-/* Device memory that a lane's collectives take. */
+/* Device memory that a lane's collectives take, once they have been proved. */
 uint64_t ql_comm_cuda_bytes(int32_t n_lane, size_t max_bytes);
 
-/* Opens NCCL and its communicators where n_lane > 1, within init_ms. Any thread; its current device stays as it was. */
+/* Finds NCCL where n_lane > 1, and refuses one that cannot serve. Any thread; its current device stays as it was. */
 ql_status ql_comm_cuda_open(ql_comm_group **group, const ql_comm_cuda_options *options, ql_error *err);
 
-/* The lane's part, on its thread, in this order with all lanes done between: own memory; peers' memory; the proof. Bind
- * refuses a device other than the one that the group was opened for. */
+/* The lane's part, on its thread, in this order with all lanes done between: own memory; peers' memory; the proof of each path
+ * that is open and not proved yet. Bind refuses a device other than the one that the group was opened for. */
 ql_status ql_comm_cuda_bind(ql_comm_group *group, int32_t lane, ql_dev *dev, ql_comm *comm);
 ql_status ql_comm_cuda_connect(ql_comm *comm);
 ql_status ql_comm_cuda_prove(ql_comm *comm);
 
-/* On the caller's thread after all lanes proved: settles which paths are used, refuses when none is right. */
-ql_status ql_comm_cuda_settle(ql_comm_group *group, ql_error *err);
+/* On the caller's thread after all lanes proved: settles which paths are used, refuses when none is right. Where the peer path is
+ * not, it makes NCCL's communicators, within init_ms, and sets *again: all lanes prove and the caller settles once more. The
+ * thread's current device stays as it was. */
+ql_status ql_comm_cuda_settle(ql_comm_group *group, bool *again, ql_error *err);
 
-/* On the lane's thread after that: the device's chains go on adding across lanes by themselves where that was proved on all lanes. */
-void ql_comm_cuda_keep_chains(ql_comm *comm);
+/* On the lane's thread after that: gives the proof's memory back. The device's chains go on adding across lanes by themselves where
+ * that was proved on all lanes. */
+void ql_comm_cuda_begin(ql_comm *comm);
 
 /* On the lane's thread, once every lane is idle. Accepts a comm that was never bound. */
 void ql_comm_cuda_unbind(ql_comm *comm);
 void ql_comm_cuda_close(ql_comm_group **group);
 
-/* "peer" or "nccl" or "none" (one lane), and NCCL's version as 22803, 0 where it is not open. */
+/* "peer" or "nccl" or "none" (one lane), and the version of the NCCL that is there as 22803, 0 with one lane. */
 const char *ql_comm_cuda_path(const ql_comm_group *group);
 int32_t ql_comm_cuda_nccl_version(const ql_comm_group *group);
 
