@@ -90,4 +90,13 @@ refuses "empty stop string" 2 "stop string 0 has 0 bytes; accepted are 1 to 1024
 refuses "unknown kernel family" 2 "unknown kernel family 'foo'; families are *" run --device host -p x --kernel foo=bar
 refuses "unknown kernel variant" 2 "no host variant 'bar' of kernel family 'linear' on this CPU; it has *" \
     run --device host -p x --kernel linear=bar
+
+# ---- what runs, with a warning that nobody has to ask for -------------------------------------------------------------
+copy tests/data/micro-bf16
+sed -i '0,/{/s//{"quantization_config": {"quant_method": "fp8"},/' "$m/config.json"
+q run --device host -m "$m" --ids 1,2 -n 2
+is "plain where the configuration says quantized: exit code" $rc 0
+has "plain where the configuration says quantized: warning" err "linears are stored plain where the configuration says quantized"
+q run --device host -m tests/data/micro-fp8-block --ids 1,2 -n 2
+is "no warning of what exports leave plain" "$(grep -c plain "$tmp/err")" 0
 finish
