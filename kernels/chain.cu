@@ -56,6 +56,21 @@ __device__ __forceinline__ float4 load_fresh4(const float *p) {
     return v;
 }
 
+/* The same BYTES further, or zeros. */
+template <int BYTES> __device__ __forceinline__ float4 load_fresh4_if(bool there, const float *p) {
+    float4 v;
+    asm volatile("{.reg .pred there;\n"
+                 "setp.ne.s32 there, %6, 0;\n"
+                 "mov.f32 %0, 0f00000000;\n"
+                 "mov.f32 %1, 0f00000000;\n"
+                 "mov.f32 %2, 0f00000000;\n"
+                 "mov.f32 %3, 0f00000000;\n"
+                 "@there ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4+%5];}"
+                 : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+                 : "l"(p), "n"(BYTES), "r"((int)there));
+    return v;
+}
+
 /* Loads that stay where they are written. */
 __device__ __forceinline__ uint4 load_shared4(uint32_t p) {
     uint4 v;
@@ -80,8 +95,13 @@ struct piece_of {
     const struct chain_target *t;
 };
 
-/* How often a stage's slot was used before. */
-__device__ __forceinline__ int use_of(const struct run &r, int stage) { return stage * r.by_slot >> 16; }
+/* Until a stage has come; one that is waited for by the parity of its barrier must be at most a turn of the ring ahead. */
+__device__ __forceinline__ void wait_come(const struct shared *sh, int stage) {
+    int come;
+    do {
+        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(come) : "r"(shared_address(&sh->come)) : "memory");
+    } while (come <= stage);
+}
 
 /* First column tile of a unit of a piece. */
 __device__ __forceinline__ int tile_of(const struct product &p, int unit) {
@@ -101,42 +121,52 @@ __device__ __forceinline__ struct piece_of find_piece_of(const struct product &p
     return at;
 }
 
+/* Where the units of op i are described, and those of the next at the same time. */
+__device__ __forceinline__ struct unit_at *units_of(const struct run &r, uint8_t *room, int i) {
+    return (struct unit_at *)(room + r.units_at) + (i & 1) * r.most_units;
+}
+
 /* Units of a task. */
 __device__ __forceinline__ int all_units(const struct product &p) {
     return p.epilogue == GATED ? 2 * p.units : p.units;
 }
 
 /* Unit u of a task, counted over its pieces, and with `pair` the one behind it. */
-__device__ __forceinline__ struct unit_at locate_unit(const struct product &p, int u) {
+template <int COLS> __device__ __forceinline__ struct unit_at locate_unit(const struct product &p, int u) {
     int piece = u >= p.units, unit = u - piece * p.units, per_stage = stage_units(p.format);
     int first = tile_of(p, unit), skip = first - tile_of(p, unit / per_stage * per_stage), next = tile_of(p, unit + 1);
     int second = p.pair ? tile_of(p, unit + 2) - next : 0;
     return unit_at{(uint16_t)(skip * TILE_BYTES),
                    (uint16_t)(SCALES_AT + skip * TILE_SCALE_BYTES),
-                   (uint32_t)(first * tile_k(p.format) * 2),
+                   (uint32_t)(first * tile_k(p.format) * 2 * COLS),
                    (uint16_t)(piece * p.stages + unit / per_stage),
                    (uint8_t)(next - first),
                    (uint8_t)second,
                    (uint32_t)first};
 }
 
-/* Until task n of the block has been finished. */
-__device__ __forceinline__ void wait_finished(const struct shared *sh, int n) {
+/* Until task n of the block has been finished. R as in finish_all. */
+template <int R> __device__ __forceinline__ void wait_finished(const struct shared *sh, int n) {
     int done;
     do {
         asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
                      : "=r"(done)
-                     : "r"(shared_address(&sh->finished[n % SUM_SETS]))
+                     : "r"(shared_address(&sh->finished[n % sum_sets(R)]))
                      : "memory");
-    } while (done <= n / SUM_SETS);
+    } while (done <= n / sum_sets(R));
 }
 
 /* ---- fetching ---------------------------------------------------------------------------------------------------- */
 
-__device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *room) {
-    uint8_t *ring = room + RING_AT, *extras = room + r.extras_at;
+/* By one thread, which is on the way of every byte: what it needs of a product it keeps in registers. */
+template <int R> __device__ void fetch(const struct run &r, struct shared *sh, uint8_t *room) {
+    uint8_t *extras = room + r.extras_at;
+    uint32_t ring = shared_address(room + RING_AT), full0 = shared_address(sh->full),
+             empty0 = shared_address(sh->empty);
     uint64_t policy = read_once();
-    int stage = 0, n_task = 0;
+    int stage = 0, n_task = 0;           /* asked for so far */
+    int slot = 0, old_slot = 0;          /* of this stage, and of that which came in_flight before it */
+    uint32_t parity = 0, old_parity = 0; /* of the uses of these slots */
     for (int i = 0; i < r.n_op; i++) {
         if (sh->op[i].kind == RECURRENCE) {
             const ql_gdn_args &g = sh->op[i].gdn.a;
@@ -150,7 +180,14 @@ __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *roo
         }
         const struct product &p = sh->op[i].product;
         bool fp4 = p.format == QL_FORMAT_NVFP4;
-        int per_stage = stage_units(p.format), pieces = p.epilogue == GATED ? 2 : 1;
+        int per_stage = stage_units(p.format), pieces = p.epilogue == GATED ? 2 : 1, units = p.units,
+            by_slice = p.by_slice, tiles = p.tiles, per_slice = p.per_slice, unit = fp4 ? 5 : 10, n_tasks = p.n_task;
+        uint32_t tile_bytes = fp4 ? TILE_BYTES + TILE_SCALE_BYTES : TILE_BYTES;
+        auto tile_at = [&](int u) { /* as tile_of */
+                                    int slice = u * by_slice >> 16;
+                                    return slice * tiles + (u - slice * per_slice) * unit;
+        };
+        int piece_tiles = tile_at(units);
         if (p.norm && blockIdx.x < 4) {
             prefetch(p.norm + p.k / 4 * blockIdx.x, p.k);
         }
@@ -159,37 +196,40 @@ __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *roo
                 prefetch(p.plain[j].w + (int64_t)row * p.k * 2, p.k * 2);
             }
         }
-        for (int task = blockIdx.x; task < p.n_task; task += gridDim.x, n_task++) {
-            struct extra *x = (struct extra *)(extras + n_task % AHEAD * r.extra_bytes);
-            if (n_task >=
-                AHEAD) { /* whose data was there; tasks of one stage leave the ring before they are finished */
-                wait_finished(sh, n_task - AHEAD);
+        for (int task = blockIdx.x; task < n_tasks; task += gridDim.x, n_task++) {
+            struct extra *x = (struct extra *)(extras + n_task % ahead_of(R) * r.extra_bytes);
+            if (n_task >= ahead_of(R)) { /* whose data was there */
+                wait_finished<R>(sh, n_task - ahead_of(R));
             }
             for (int piece = 0; piece < pieces; piece++) {
                 struct piece_of at = find_piece_of(p, task, piece);
                 const struct chain_target &t = *at.t;
-                int64_t tile0 = ((int64_t)at.row_tile * p.parts + at.part) * tile_of(p, p.units);
+                int64_t tile0 = ((int64_t)at.row_tile * p.parts + at.part) * piece_tiles;
                 const uint8_t *codes = t.w + tile0 * TILE_BYTES,
                               *scales = (const uint8_t *)t.scale + tile0 * TILE_SCALE_BYTES;
                 bool conv = p.epilogue == CONV && at.t == &p.target[0];
                 int more = (t.row_scale ? 64 : 0) + (conv ? 256 + r.n_seg * 192 : 0);
-                for (int j = 0, first = 0; j < p.units; j += per_stage, stage++) {
-                    int n = min(per_stage, p.units - j), use = use_of(r, stage), slot = stage - use * r.n_slot;
-                    int last = tile_of(p, j + n);
-                    uint32_t full = shared_address(&sh->full[slot]);
-                    uint8_t *to = ring + slot * SLOT_BYTES;
-                    if (use > 0) {
-                        barrier_wait(shared_address(&sh->empty[slot]), use - 1 & 1);
+                for (int j = 0, first = 0; j < units; j += per_stage, stage++) {
+                    int n = min(per_stage, units - j), last = tile_at(j + n);
+                    uint32_t full = full0 + slot * 8, to = ring + slot * SLOT_BYTES;
+                    if (stage >= r.n_slot) {
+                        barrier_wait(empty0 + slot * 8, parity ^ 1);
                     }
                     if (stage >= r.in_flight) {
-                        int old = stage - r.in_flight, old_use = use_of(r, old);
-                        barrier_wait(shared_address(&sh->full[old - old_use * r.n_slot]), old_use & 1);
+                        barrier_wait(full0 + old_slot * 8, old_parity);
+                        asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->come)),
+                                     "r"(stage - r.in_flight + 1)
+                                     : "memory");
+                        old_slot++;
+                        if (old_slot == r.n_slot) {
+                            old_slot = 0;
+                            old_parity ^= 1;
+                        }
                     }
-                    barrier_expect(full, (last - first) * (fp4 ? TILE_BYTES + TILE_SCALE_BYTES : TILE_BYTES) + more);
-                    bulk_copy_as(policy, shared_address(to), codes + first * TILE_BYTES, (last - first) * TILE_BYTES,
-                                 full);
+                    barrier_expect(full, (last - first) * tile_bytes + more);
+                    bulk_copy_as(policy, to, codes + first * TILE_BYTES, (last - first) * TILE_BYTES, full);
                     if (fp4) {
-                        bulk_copy_as(policy, shared_address(to + SCALES_AT), scales + first * TILE_SCALE_BYTES,
+                        bulk_copy_as(policy, to + SCALES_AT, scales + first * TILE_SCALE_BYTES,
                                      (last - first) * TILE_SCALE_BYTES, full);
                     }
                     if (more) {
@@ -209,9 +249,14 @@ __device__ void fetch(const struct run &r, const struct shared *sh, uint8_t *roo
                         more = 0;
                     }
                     if (n < 8) { /* a slot is free when eight units have been computed */
-                        barrier_arrive(shared_address(&sh->empty[slot]), 8 - n);
+                        barrier_arrive(empty0 + slot * 8, 8 - n);
                     }
                     first = last;
+                    slot++;
+                    if (slot == r.n_slot) {
+                        slot = 0;
+                        parity ^= 1;
+                    }
                 }
             }
         }
@@ -282,10 +327,10 @@ __device__ __forceinline__ float larger_x4(float most, float4 v, enum x_mode mod
     return larger_x(larger_x(larger_x(larger_x(most, v.x, mode), v.y, mode), v.z, mode), v.w, mode);
 }
 
-/* Four neighbours of a row, as f16: COLS 2 is X_F16X2, with `to_lo` numbers between the two parts; the second part of what is
- * infinite in the first would have to be 0 (zero_beside_infinity). */
+/* Four neighbours of a row, as f16: COLS 2 is X_F16X2. The second part of what is infinite in the first would have to be 0
+ * (zero_beside_infinity). */
 template <int COLS>
-__device__ __forceinline__ void put_x(uint16_t *hi, int to_lo, float4 in, float up, enum x_mode mode) {
+__device__ __forceinline__ void x_parts(float4 in, float up, enum x_mode mode, uint2 *hi, uint2 *lo) {
     float v[4] = {in.x, in.y, in.z, in.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -296,19 +341,28 @@ __device__ __forceinline__ void put_x(uint16_t *hi, int to_lo, float4 in, float 
         }
     }
     uint2 h = make_uint2(pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]));
-    *(uint2 *)hi = h;
+    *hi = h;
     if (COLS == 2) {
         float2 h01 = __half22float2(*(__half2 *)&h.x), h23 = __half22float2(*(__half2 *)&h.y);
-        *(uint2 *)(hi + to_lo) = make_uint2(pack_f16x2((v[0] - h01.x) * 2048.0f, (v[1] - h01.y) * 2048.0f),
-                                            pack_f16x2((v[2] - h23.x) * 2048.0f, (v[3] - h23.y) * 2048.0f));
+        *lo = make_uint2(pack_f16x2((v[0] - h01.x) * 2048.0f, (v[1] - h01.y) * 2048.0f),
+                         pack_f16x2((v[2] - h23.x) * 2048.0f, (v[3] - h23.y) * 2048.0f));
+    }
+}
+template <int COLS> __device__ __forceinline__ void put_x(uint16_t *to, float4 in, float up, enum x_mode mode) {
+    uint2 hi, lo;
+    x_parts<COLS>(in, up, mode, &hi, &lo);
+    *(uint2 *)to = hi;
+    if (COLS == 2) {
+        *(uint2 *)(to + SECOND_PART) = lo;
     }
 }
 
-/* Seldom: x holds infinities. All computing warps, behind a barrier. */
-template <int COLS> __device__ __noinline__ void zero_beside_infinity(uint16_t *hi, int to_lo, int k) {
+/* Seldom: a row of x holds infinities. All computing warps, behind a barrier. */
+template <int COLS> __device__ __noinline__ void zero_beside_infinity(uint16_t *x, int k) {
     for (int i = threadIdx.x; i < k && COLS == 2; i += N_THREAD) {
-        if ((hi[i] & 0x7c00) == 0x7c00) {
-            hi[to_lo + i] = 0;
+        uint16_t *at = x + 16 * (i >> 3) + (i & 7);
+        if ((*at & 0x7c00) == 0x7c00) {
+            at[SECOND_PART] = 0;
         }
     }
     sync_warps();
@@ -375,13 +429,13 @@ __device__ __forceinline__ void plain_rows(const struct product &p, const float 
             }
             acc = warp_sum(acc);
             if (lane == 0) {
-                sh->plain[warp] = acc;
+                sh->plain[0][warp] = acc;
             }
             sync_four();
             if (warp == 0 && lane == 0) {
-                float v = sh->plain[0];
+                float v = sh->plain[0][0];
                 for (int q = 1; q < parts; q++) {
-                    v += sh->plain[q];
+                    v += sh->plain[0][q];
                 }
                 t.y[row * t.ldy + i - row0] = v;
             }
@@ -398,7 +452,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
                                        float *y, struct shared *sh, F wait) {
     /* Eight warps, a lane the work of four neighbouring threads of the norm kernel: columns 4 t .. 4 t + 3 of each 1,024. */
     constexpr int WARPS = NORM_THREADS / 128;
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, stride = x_stride(p.k, p.format), parts = p.delta_parts;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, parts = p.delta_parts;
     int k = warp < WARPS ? p.k : 0, at = 4 * threadIdx.x;
     bool plain = p.n_plain > 0;
     const float *x = p.x + row * p.ldx, *delta = p.delta + row * p.k;
@@ -454,7 +508,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
             }
         }
         if ((lane & 7) == 0) {
-            sh->part[warp * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
+            sh->part[0][warp * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
         }
     } else if (parts > 0) {
         for (int i = threadIdx.x - 32 * WARPS; i < share; i += N_THREAD - 32 * WARPS) {
@@ -462,7 +516,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         }
     }
     sync_warps();
-    float scale = 1.0f / sqrtf(warp_sum(sh->part[lane]) / (float)p.k + p.eps), most = 0.0f, back;
+    float scale = 1.0f / sqrtf(warp_sum(sh->part[0][lane]) / (float)p.k + p.eps), most = 0.0f, back;
     if (warp < WARPS) {
 #pragma unroll
         for (int j = 0; j < NORM_KEEP; j++) {
@@ -477,10 +531,10 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         most = warp_max(most);
     }
     if (lane == 0) {
-        sh->most[warp] = most;
+        sh->most[0][warp] = most;
     }
     sync_warps();
-    most = warp_max(lane < N_WARP ? sh->most[lane] : 0.0f);
+    most = warp_max(lane < N_WARP ? sh->most[0][lane] : 0.0f);
     bool infinite = COLS == 2 && most > 0x1.fffffep127f;
     if (infinite || (COLS == 1 && p.mode != X_E4M3_AS_F16 && most > 0x1.fffffep127f)) {
         most = 0.0f;
@@ -493,10 +547,10 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         }
         sync_warps();
         if (lane == 0) {
-            sh->most[warp] = most;
+            sh->most[0][warp] = most;
         }
         sync_warps();
-        most = warp_max(lane < N_WARP ? sh->most[lane] : 0.0f);
+        most = warp_max(lane < N_WARP ? sh->most[0][lane] : 0.0f);
     }
     float up = x_factor(most, mode_of<COLS>(p), &back);
     if (threadIdx.x == 0) {
@@ -507,76 +561,315 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         for (int j = 0; j < NORM_KEEP; j++) {
             int i = j * NORM_THREADS + at;
             if (i < k) {
-                put_x<COLS>(xs + i, stride, v[j], up, p.mode);
+                put_x<COLS>(xs + x_place<COLS>(i, p.format), v[j], up, p.mode);
             }
         }
     }
     sync_warps(); /* the row is there, part and most have been read */
     if (infinite) {
-        zero_beside_infinity<COLS>(xs, stride, p.k);
+        zero_beside_infinity<COLS>(xs, p.k);
     }
 }
 
-/* The block's part of the rows at p.x, once `wait` has returned. */
-template <int COLS, typename F>
+/* As plain_rows, of all rows: they lie in f32 where their parts will be. */
+__device__ __forceinline__ void plain_rows_of_all(const struct run &r, const struct product &p, const uint8_t *x,
+                                                  struct shared *sh) {
+    int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31, chunks = (p.k + 255) / 256;
+    int parts = chunks >= 16  ? 4
+                : chunks >= 8 ? 2
+                              : 1,
+        c0 = chunks * warp / parts, c1 = warp < parts ? chunks * (warp + 1) / parts : c0;
+    for (int j = 0, row0 = 0; j < p.n_plain; row0 += p.plain[j++].n) {
+        const struct plain_target &t = p.plain[j];
+        bool bf16 = t.format == QL_FORMAT_BF16;
+        for (int i = gridDim.x - 1 - blockIdx.x; i < row0 + t.n; i += gridDim.x) {
+            if (i < row0) {
+                continue;
+            }
+            const uint8_t *w = t.w + (int64_t)(i - row0) * p.k * 2;
+            float acc[MAX_ROWS] = {};
+            for (int first = c0; first < c1; first += 5) {
+                uint4 raw[5]; /* all loads before the first use */
+#pragma unroll
+                for (int c = 0; c < 5; c++) {
+                    int at = (first + c) * 256 + lane * 8;
+                    raw[c] = first + c < c1 && at < p.k ? load_stream(w + (int64_t)at * 2) : make_uint4(0, 0, 0, 0);
+                }
+#pragma unroll
+                for (int c = 0; c < 5; c++) {
+                    int at = (first + c) * 256 + lane * 8;
+                    if (first + c < c1 && at < p.k) {
+                        const uint32_t u[4] = {raw[c].x, raw[c].y, raw[c].z, raw[c].w};
+                        const uint8_t *y = x + 2 * x_place<2>(at, p.format);
+#pragma unroll
+                        for (int row = 0; row < MAX_ROWS; row++) {
+                            if (row < r.n_row) {
+                                const float4 y0 = *(const float4 *)(y + row * 4 * p.k),
+                                             y1 = *(const float4 *)(y + row * 4 * p.k + 16);
+                                const float v[8] = {y0.x, y0.y, y0.z, y0.w, y1.x, y1.y, y1.z, y1.w};
+#pragma unroll
+                                for (int e = 0; e < 8; e++) {
+                                    uint32_t h = e & 1 ? u[e / 2] >> 16 : u[e / 2] & 0xffff;
+                                    acc[row] = fmaf(bf16 ? f32_of_bf16(h) : f32_of_f16((uint16_t)h), v[e], acc[row]);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int row = 0; row < MAX_ROWS; row++) {
+                float sum = warp_sum(acc[row]);
+                if (lane == 0) {
+                    sh->plain[row][warp] = sum;
+                }
+            }
+            sync_four();
+            if (warp == 0 && lane < r.n_row) {
+                float v = sh->plain[lane][0];
+                for (int q = 1; q < parts; q++) {
+                    v += sh->plain[lane][q];
+                }
+                t.y[lane * t.ldy + i - row0] = v;
+            }
+            sync_four();
+        }
+    }
+}
+
+__device__ __forceinline__ void copy_16(uint32_t to, const float *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ float4 load_shared_f4(uint32_t p) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(p));
+    return v;
+}
+/* As norm_x, for more rows than two, which have nothing to add: all rows at once, so that memory and barriers are waited for
+ * once. What a warp of norm_x has of a row, a column, is here one of at most three that a warp holds: the first eight warps
+ * have their own column of all rows but the last, of which four more have two columns each. Two parts a row. */
+template <typename F>
+__device__ __forceinline__ void norm_rows(const struct run &r, const struct product &p, uint16_t *xs, struct shared *sh,
+                                          F wait) {
+    constexpr int COLUMNS = NORM_THREADS / 128, EACH = MAX_ROWS - 1;
+    static_assert(COLUMNS + COLUMNS / 2 <= N_WARP && EACH >= 3,
+                  "warps for the last row, and registers for its weights");
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, k = p.k, last = r.n_row - 1;
+    bool of_last = warp >= COLUMNS;
+    int column0 = of_last ? 2 * (warp - COLUMNS) : warp,
+        n = of_last ? (column0 < COLUMNS ? 2 : 0) : last; /* columns that this warp has */
+    auto row_of = [&](int i) { return of_last ? last : i; };
+    auto column_of = [&](int i) { return of_last ? column0 + i : column0; };
+    auto at_of = [&](int i, int j) { return 128 * column_of(i) + 4 * lane + j * NORM_THREADS; };
+    float4 v[EACH][NORM_KEEP], w[NORM_KEEP];
+    static_assert(NORM_KEEP == 5, "as the next lines have it");
+    auto load = [&](float4 to[NORM_KEEP], const float *from, int i) {
+        int at = at_of(i, 0), left = i < n ? k - at : 0;
+        from += at;
+        asm volatile("" : "+l"(from), "+r"(left));
+        to[0] = load_fresh4_if<0>(left > 0, from);
+        to[1] = load_fresh4_if<4 * NORM_THREADS>(left > NORM_THREADS, from);
+        to[2] = load_fresh4_if<8 * NORM_THREADS>(left > 2 * NORM_THREADS, from);
+        to[3] = load_fresh4_if<12 * NORM_THREADS>(left > 3 * NORM_THREADS, from);
+        to[4] = load_fresh4_if<16 * NORM_THREADS>(left > 4 * NORM_THREADS, from);
+    };
+    load(w, p.norm, 0); /* on its way during the wait */
+    wait();
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        load(v[i], p.x + row_of(i) * p.ldx, i);
+    }
+    if (of_last) { /* the second column's weights, where a third column would be */
+        load(v[2], p.norm, 1);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (i < n) {
+            float sum[4] = {};
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                sum[0] = fmaf(v[i][j].x, v[i][j].x, sum[0]);
+                sum[1] = fmaf(v[i][j].y, v[i][j].y, sum[1]);
+                sum[2] = fmaf(v[i][j].z, v[i][j].z, sum[2]);
+                sum[3] = fmaf(v[i][j].w, v[i][j].w, sum[3]);
+            }
+#pragma unroll
+            for (int distance = 4; distance; distance >>= 1) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
+                }
+            }
+            if ((lane & 7) == 0) {
+                sh->part[row_of(i)][column_of(i) * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
+            }
+        }
+    }
+    sync_warps();
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (i < n) {
+            float scale = 1.0f / sqrtf(warp_sum(sh->part[row_of(i)][lane]) / (float)k + p.eps), most = 0.0f;
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                float4 f = i == 1 && of_last ? v[2][j] : w[j];
+                v[i][j] = make_float4((v[i][j].x * scale) * (1.0f + f.x), (v[i][j].y * scale) * (1.0f + f.y),
+                                      (v[i][j].z * scale) * (1.0f + f.z), (v[i][j].w * scale) * (1.0f + f.w));
+                most = largest4(most, v[i][j]);
+            }
+            most = warp_max(most);
+            if (lane == 0) {
+                sh->most[row_of(i)][column_of(i)] = most;
+            }
+        }
+    }
+    int rows_plain = 0;
+    for (int j = 0; j < p.n_plain; j++) {
+        rows_plain += p.plain[j].n;
+    }
+    if ((int)(gridDim.x - 1 - blockIdx.x) < rows_plain) { /* this block has rows of plain weights: they want f32 */
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                int at = at_of(i, j);
+                if (i < n && at < k) {
+                    *(float4 *)(xs + row_of(i) * 2 * k + x_place<2>(at & ~7, p.format) + 2 * (at & 4)) = v[i][j];
+                }
+            }
+        }
+        sync_warps();
+        if (threadIdx.x >= N_THREAD - 128) {
+            plain_rows_of_all(r, p, (const uint8_t *)xs, sh);
+        }
+    }
+    sync_warps();
+    float all = 0.0f;
+    for (int row = 0; row < r.n_row; row++) {
+        all = fmaxf(all, lane < COLUMNS ? sh->most[row][lane] : 0.0f);
+    }
+    bool infinite = warp_max(all) > 0x1.fffffep127f;
+    if (infinite) {
+        sync_warps();
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (i < n) {
+                float most = 0.0f;
+#pragma unroll
+                for (int j = 0; j < NORM_KEEP; j++) {
+                    most = larger_x4(most, v[i][j], X_F16X2);
+                }
+                most = warp_max(most);
+                if (lane == 0) {
+                    sh->most[row_of(i)][column_of(i)] = most;
+                }
+            }
+        }
+        sync_warps();
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (i < n) {
+            float most = warp_max(lane < COLUMNS ? sh->most[row_of(i)][lane] : 0.0f), back;
+            float up = x_factor(most, X_F16X2, &back);
+            if (column_of(i) == 0 && lane == 0) {
+                sh->xscale[row_of(i)] = back * WEIGHT_UNIT;
+            }
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                if (at_of(i, j) < k) {
+                    put_x<2>(xs + row_of(i) * 2 * k + x_place<2>(at_of(i, j), p.format), v[i][j], up, X_F16X2);
+                }
+            }
+        }
+    }
+    sync_warps(); /* the rows are there */
+    for (int row = 0; row < r.n_row && infinite; row++) {
+        zero_beside_infinity<2>(xs + row * 2 * k, k);
+    }
+}
+
+/* The block's part of the rows at p.x, ROWS of them at a time, once `wait` has returned. */
+template <int COLS, int ROWS, typename F>
 __device__ __forceinline__ void slices_x(const struct run &r, const struct product &p, uint16_t *xs, struct shared *sh,
                                          F wait) {
+    constexpr int KEEP = x_keep(ROWS) / 4;
     int slices = p.n_slice >> p.log_parts, per = warps_of_slice(slices), each = 32 * per;
-    int k = slices * p.ks, stride = x_stride(k, p.format), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int k = slices * p.ks, stride = x_stride<COLS>(k, p.format), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int slice = warp / per, t = threadIdx.x - slice * each, at = slice * p.ks;
     int n = slice < slices ? p.ks : 0; /* of this thread's slice */
     const float *x = p.x + (blockIdx.x & (p.parts - 1)) * k + at + 4 * t;
     asm volatile("" : "+l"(x), "+r"(each), "+r"(n), "+r"(t));
     wait();
-    for (int row = 0; row < r.n_row; row++, x += p.ldx) {
-        float4 v[X_KEEP / 4];
-        float most = 0.0f, back;
+    float4 v[ROWS][KEEP];
+    float most[ROWS], all = 0.0f;
 #pragma unroll
-        for (int j = 0; j < X_KEEP / 4; j++) {
+    for (int row = 0; row < ROWS; row++) {
+#pragma unroll
+        for (int j = 0; j < KEEP; j++) {
             int i = 4 * (j * each + t);
-            v[j] = i < n ? load_fresh4(x + 4 * j * each) : make_float4(0, 0, 0, 0);
+            v[row][j] = row < r.n_row && i < n ? load_fresh4(x + row * p.ldx + 4 * j * each) : make_float4(0, 0, 0, 0);
         }
+    }
 #pragma unroll
-        for (int j = 0; j < X_KEEP / 4; j++) {
-            most = largest4(most, v[j]);
+    for (int row = 0; row < ROWS; row++) {
+        most[row] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < KEEP; j++) {
+            most[row] = largest4(most[row], v[row][j]);
         }
-        most = warp_max(most);
+        most[row] = warp_max(most[row]);
         if (lane == 0) {
-            sh->most[warp] = most;
+            sh->most[row][warp] = most[row];
+        }
+    }
+    sync_warps();
+    auto of_slice = [&](int row) {
+        return warp_max(lane < per && slice < slices ? sh->most[row][slice * per + lane] : 0.0f);
+    };
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        most[row] = of_slice(row);
+        all = fmaxf(all, lane < N_WARP ? sh->most[row][lane] : 0.0f);
+    }
+    bool infinite = warp_max(all) > 0x1.fffffep127f;
+    if (infinite) {
+        sync_warps();
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            most[row] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < KEEP; j++) {
+                most[row] = larger_x4(most[row], v[row][j], mode_of<COLS>(p));
+            }
+            most[row] = warp_max(most[row]);
+            if (lane == 0) {
+                sh->most[row][warp] = most[row];
+            }
         }
         sync_warps();
-        auto of_slice = [&]() { return warp_max(lane < per && slice < slices ? sh->most[slice * per + lane] : 0.0f); };
-        most = of_slice();
-        bool infinite = warp_max(lane < N_WARP ? sh->most[lane] : 0.0f) > 0x1.fffffep127f;
-        if (infinite) {
-            most = 0.0f;
 #pragma unroll
-            for (int j = 0; j < X_KEEP / 4; j++) {
-                most = larger_x4(most, v[j], mode_of<COLS>(p));
-            }
-            most = warp_max(most);
-            sync_warps();
-            if (lane == 0) {
-                sh->most[warp] = most;
-            }
-            sync_warps();
-            most = of_slice();
+        for (int row = 0; row < ROWS; row++) {
+            most[row] = of_slice(row);
         }
-        float up = x_factor(most, mode_of<COLS>(p), &back);
-        if (t == 0 && n > 0) {
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        float back, up = x_factor(most[row], mode_of<COLS>(p), &back);
+        if (t == 0 && n > 0 && row < r.n_row) {
             sh->xscale[row * slices + slice] = back * WEIGHT_UNIT;
         }
 #pragma unroll
-        for (int j = 0; j < X_KEEP / 4; j++) {
+        for (int j = 0; j < KEEP; j++) {
             int i = 4 * (j * each + t);
-            if (i < n) {
-                put_x<COLS>(xs + row * COLS * stride + at + i, stride, v[j], up, p.mode);
+            if (i < n && row < r.n_row) {
+                put_x<COLS>(xs + row * stride + x_place<COLS>(at + i, p.format), v[row][j], up, p.mode);
             }
         }
-        sync_warps();
-        if (infinite) {
-            zero_beside_infinity<COLS>(xs + row * COLS * stride, stride, k);
-        }
+    }
+    sync_warps();
+    for (int row = 0; row < r.n_row && infinite; row++) {
+        zero_beside_infinity<COLS>(xs + row * stride, k);
     }
 }
 
@@ -584,11 +877,12 @@ __device__ __forceinline__ void slices_x(const struct run &r, const struct produ
 
 template <int N> struct constant { static constexpr int value = N; };
 
-/* A unit of n tiles: codes, scales and x are shared addresses of this lane's first; into [row][16]. t, row0 and first tell
+/* A unit of n tiles: codes, scales and x are shared addresses of this lane's first; into [16][set_rows]. t, row0 and first tell
  * block scales apart. */
 template <int FMT, int COLS>
 __device__ __forceinline__ void compute(const struct chain_target &t, int row0, int first, int n, uint32_t codes,
-                                        uint32_t scales, uint32_t x, int n_row, int k, float *out, int lane) {
+                                        uint32_t scales, uint32_t x, int n_row, int set_rows, int k, float *out,
+                                        int lane) {
     constexpr int KT = tile_k(FMT);
     constexpr bool FP4 = FMT == QL_FORMAT_NVFP4, BLOCK = FMT == QL_FORMAT_FP8_BLOCK;
     const float *bs = NULL, *bs8 = NULL;
@@ -609,7 +903,7 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
         auto load_x = [&](int m) {
 #pragma unroll
             for (int j = 0; j < KT / 32; j++) {
-                b[m & 1][j] = load_shared4(x + m * KT * 2 + 16 * j);
+                b[m & 1][j] = load_shared4(x + m * KT * 2 * COLS + (COLS == 2 ? 128 : 16) * j);
             }
         };
         load_x(0);
@@ -633,7 +927,7 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
             }
         }
         i += N;
-        x += N * KT * 2;
+        x += N * KT * 2 * COLS;
         codes += N * TILE_BYTES;
         scales += N * TILE_SCALE_BYTES;
     };
@@ -648,27 +942,57 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
     if (i < n) {
         tiles(constant<1>{});
     }
-    sum.store(out, n_row, lane);
+#pragma unroll
+    for (int e = 0; e < 2; e++) { /* weight rows g and g + 8 */
+        float v0 = BLOCK ? sum.total[0][2 * e] : sum.acc[0][0][2 * e] + sum.acc[0][1][2 * e],
+              v1 = BLOCK ? sum.total[0][2 * e + 1] : sum.acc[0][0][2 * e + 1] + sum.acc[0][1][2 * e + 1];
+        int row = COLS == 2 ? lane & 3 : 2 * (lane & 3);
+        float *to = out + ((lane >> 2) + 8 * e) * set_rows + row;
+        if (COLS == 2 && row < n_row) {
+            to[0] = fmaf(v1, 1.0f / 2048.0f, v0);
+        }
+        if (COLS == 1 && row < n_row) {
+            to[0] = v0;
+        }
+        if (COLS == 1 && row + 1 < n_row) {
+            to[1] = v1;
+        }
+    }
 }
 
-/* The tree over N slices of a weight row: u is the first slice's first unit, whose neighbours are `step` away. */
-template <int N>
-__device__ __forceinline__ float add_slices(const float *u, int step, int per_slice, const float *xscale, float f) {
-    constexpr int AT_ONCE = N <= 2 ? 8 : N == 4 ? 4 : 2;
-    float v[MAX_SLICES], scale[N];
-#pragma unroll
-    for (int q = 0; q < N; q++) {
-        scale[q] = xscale[q];
+/* Numbers of R rows that lie side by side. */
+template <int R> __device__ __forceinline__ void load_rows(const float *u, float v[R]) {
+    if (R == 4) {
+        float4 all = *(const float4 *)u;
+        v[0] = all.x;
+        v[R > 1 ? 1 : 0] = all.y;
+        v[R > 2 ? 2 : 0] = all.z;
+        v[R > 3 ? 3 : 0] = all.w;
+    } else if (R == 2) {
+        float2 all = *(const float2 *)u;
+        v[0] = all.x;
+        v[R > 1 ? 1 : 0] = all.y;
+    } else {
+        v[0] = u[0];
     }
+}
+
+/* The trees over N slices of a weight row for R rows of x: u is the first slice's first unit, whose neighbours are `step` away;
+ * xscale the first row's, the next one's `per_row` further. */
+template <int N, int R>
+__device__ __forceinline__ void add_slices(float sum[R], const float *u, int step, int per_slice, const float *xscale,
+                                           int per_row, float f) {
+    constexpr int AT_ONCE = R == 4 ? 4 / N : (N <= 2 ? 8 : 4) / R;
+    float v[R][N];
 #pragma unroll 1
     for (int j = 0; j < per_slice; j += AT_ONCE) {
-        float l[N][AT_ONCE]; /* all loads before the first use */
+        float l[N][AT_ONCE][R]; /* all loads before the first use */
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
 #pragma unroll
             for (int q = 0; q < N; q++) {
                 if (j + i < per_slice) {
-                    l[q][i] = u[(q * per_slice + j + i) * step];
+                    load_rows<R>(u + (q * per_slice + j + i) * step, l[q][i]);
                 }
             }
         }
@@ -677,22 +1001,28 @@ __device__ __forceinline__ float add_slices(const float *u, int step, int per_sl
 #pragma unroll
             for (int q = 0; q < N; q++) {
                 if (j + i < per_slice) {
-                    v[q] = i == 0 && j == 0 ? l[q][i] : v[q] + l[q][i];
+#pragma unroll
+                    for (int row = 0; row < R; row++) {
+                        v[row][q] = i == 0 && j == 0 ? l[q][i][row] : v[row][q] + l[q][i][row];
+                    }
                 }
             }
         }
     }
 #pragma unroll
-    for (int q = 0; q < N; q++) {
-        v[q] = __fmul_rn(v[q], scale[q] * f);
+    for (int row = 0; row < R; row++) {
+#pragma unroll
+        for (int q = 0; q < N; q++) {
+            v[row][q] = __fmul_rn(v[row][q], xscale[row * per_row + q] * f);
+        }
+        sum[row] = slice_tree(v[row], N);
     }
-    return slice_tree(v, N);
 }
 
 /* The finishing warp, all products of the run: a task when its units are in, in order; after the last of a product it says
  * that the block's part is written. Half a warp has a tile's rows: of GATED one half adds up gate, the other up; slices of a
  * row-parallel product are shared by the halves. */
-__device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t *room) {
+template <int R> __device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t *room) {
     int n = 0, lane = threadIdx.x & 31, in_tile = lane & 15, half = lane >> 4;
 #pragma unroll 1
     for (int i = 0; i < r.n_op; i++) {
@@ -700,18 +1030,18 @@ __device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t
             continue;
         }
         const struct product &p = sh->op[i].product;
-        int slices = p.n_slice >> p.log_parts, step = r.n_row * 16;
+        int slices = p.n_slice >> p.log_parts, step = R * 16;
         bool gated = p.epilogue == GATED, split = !gated && slices > 1;
         int count = split ? slices / 2 : slices, q0 = split ? half * count : 0;
-        int from = in_tile + ((gated ? half * p.units : 0) + q0 * p.per_slice) * step;
+        int from = in_tile * R + ((gated ? half * p.units : 0) + q0 * p.per_slice) * step;
 #pragma unroll 1
         for (int left = p.tasks - 1, task = blockIdx.x; left >= 0; left--, task += gridDim.x, n++) {
-            int set = n % SUM_SETS, row_tile = task >> p.log_parts, which = 0;
+            int set = n % sum_sets(R), row_tile = task >> p.log_parts, which = 0;
             while (!gated && which + 1 < p.n_target && row_tile >= p.target[which].row_tiles) {
                 row_tile -= p.target[which++].row_tiles;
             }
             const struct chain_target &t = p.target[which], &mine = p.target[gated ? half : which];
-            const struct extra *x = (const struct extra *)(room + r.extras_at + n % AHEAD * r.extra_bytes);
+            const struct extra *x = (const struct extra *)(room + r.extras_at + n % ahead_of(R) * r.extra_bytes);
             const float *u = (const float *)(room + r.sets_at) + set * r.set_floats + from,
                         *scale = mine.row_scale ? x->scale[gated ? half : 0] + in_tile : &mine.factor;
             bool conv = p.epilogue == CONV && which == 0;
@@ -721,18 +1051,22 @@ __device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t
                 barrier_arrive(shared_address(&sh->summed[set]),
                                SUM_ARRIVALS - all_units(p) - (left == 0 ? N_WARP : 0));
             }
-            barrier_wait(shared_address(&sh->summed[set]), n / SUM_SETS & 1);
+            barrier_wait(shared_address(&sh->summed[set]), n / sum_sets(R) & 1);
             float f = *scale, x0 = 0.0f, x1 = 0.0f, x2 = 0.0f;
             float4 w = conv ? x->conv[in_tile] : make_float4(0, 0, 0, 0);
+            const float *xscale = sh->xscale + q0;
+            float sum[R];
+            switch (count) {
+            case 1: add_slices<1, R>(sum, u, step, p.per_slice, xscale, slices, f); break;
+            case 2: add_slices<2, R>(sum, u, step, p.per_slice, xscale, slices, f); break;
+            default: add_slices<4, R>(sum, u, step, p.per_slice, xscale, slices, f); break; /* half of 8 */
+            }
 #pragma unroll 1
             for (int row = 0; row < r.n_row; row++) {
-                const float *xscale = sh->xscale + row * slices + q0;
-                float v;
-                switch (count) {
-                case 1: v = add_slices<1>(u + row * 16, step, p.per_slice, xscale, f); break;
-                case 2: v = add_slices<2>(u + row * 16, step, p.per_slice, xscale, f); break;
-                case 4: v = add_slices<4>(u + row * 16, step, p.per_slice, xscale, f); break;
-                default: v = add_slices<8>(u + row * 16, step, p.per_slice, xscale, f); break;
+                float v = sum[0];
+#pragma unroll
+                for (int q = 0; q + 1 < R; q++) {
+                    sum[q] = sum[q + 1];
                 }
                 float other = __shfl_down_sync(0xffffffffu, v, 16);
                 v = split ? v + other : v;
@@ -769,7 +1103,7 @@ __device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t
             __syncwarp();
             if (lane == 0) {
                 asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->finished[set])),
-                             "r"(n / SUM_SETS + 1)
+                             "r"(n / sum_sets(R) + 1)
                              : "memory");
             }
             if (left == 0) {
@@ -781,30 +1115,31 @@ __device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t
 
 /* How far a warp's units are from each other, four distances in turn. Dealt to 16 places, two more than there are warps: the
  * last two go in turn to the warps of those schedulers that have one computing warp less, so that all have the same work. */
-__device__ __forceinline__ uint32_t distances(int warp, int dealt) {
-    uint32_t all = 0x01010101u * dealt;
-    if (dealt <= N_WARP || (warp & 2) == 0 || warp >= 12) {
+__device__ __forceinline__ uint32_t distances(int warp) {
+    uint32_t all = 0x01010101u * PLACES;
+    if ((warp & 2) == 0 || warp >= 12) {
         return all;
     }
     int at = 8 * (warp >> 2), first = 14 + (warp & 1) - warp;
-    return (all & ~(0xffffu << at)) | (first | (dealt - first) << 8) << at;
+    return (all & ~(0xffffu << at)) | (first | (PLACES - first) << 8) << at;
 }
 
 /* The units of a product are dealt to the warps in turn, from the first warp and the block's first task on. A warp walks over
  * its own; it says of each that its sums are in, and at the end once more that it is done. */
-template <int FMT, int COLS>
+template <int FMT, int COLS, int R>
 __device__ __forceinline__ void multiply(const struct run &r, const struct product &p, const struct unit_at *unit,
                                          uint8_t *room, struct shared *sh) {
     constexpr int KT = tile_k(FMT);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int pair = FMT == QL_FORMAT_NVFP4 ? p.pair : 0, all = all_units(p) >> pair;
     int stages = p.epilogue == GATED ? 2 * p.stages : p.stages, task0 = p.task0, end = task0 + p.tasks;
-    uint32_t steps = distances(warp, p.dealt);
+    uint32_t steps = distances(warp);
     int column =
         min(lane >> 2, r.n_row * COLS - 1); /* results of the columns that there are not depend on them alone */
-    uint32_t x = shared_address(room + r.x_at) + column * x_stride(p.k >> p.log_parts, FMT) * 2 + (lane & 3) * (KT / 2),
+    uint32_t x = shared_address(room + r.x_at) + column / COLS * (x_stride<COLS>(p.k >> p.log_parts, FMT) * 2) +
+                 (COLS == 2 ? (lane & 3) * 32 + column % 2 * 16 : (lane & 3) * (KT / 2)),
              full = shared_address(sh->full);
-    int u = warp, task = warp < p.dealt ? task0 : end, stage = p.stage0;
+    int u = warp, task = task0, stage = p.stage0;
 #pragma unroll 1
     for (;; u += steps & 0xff, steps = __funnelshift_r(steps, steps, 8)) {
         for (; u >= all; u -= all, task++) {
@@ -816,7 +1151,7 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
         uint4 raw = load_shared4(shared_address(unit + u));
         const struct unit_at w = {(uint16_t)raw.x,        (uint16_t)(raw.x >> 16), raw.y, (uint16_t)raw.z,
                                   (uint8_t)(raw.z >> 16), (uint8_t)(raw.z >> 24),  raw.w};
-        int set = (unsigned)task % SUM_SETS, in = stage + w.stage, turn = in * r.by_slot >> 16,
+        int set = (unsigned)task % sum_sets(R), in = stage + w.stage, turn = in * r.by_slot >> 16,
             slot = in - turn * r.n_slot;
         int fresh_lane = lane; /* so that nothing made of it takes a register outside the loop */
         asm volatile("" : "+r"(fresh_lane));
@@ -825,25 +1160,26 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
         if (FMT == QL_FORMAT_FP8_BLOCK) {
             q = find_piece_of(p, (int)blockIdx.x + (task - task0) * (int)gridDim.x, u >= p.units);
         }
-        if (task >= SUM_SETS) { /* whose sums were there */
-            wait_finished(sh, task - SUM_SETS);
+        if (task >= sum_sets(R)) { /* whose sums were there */
+            wait_finished<R>(sh, task - sum_sets(R));
         }
+        wait_come(sh, in - r.n_slot); /* what the slot held before */
         barrier_wait(full + slot * 8, turn & 1);
         uint32_t codes = slot_at + w.codes + fresh_lane * 16, scales = slot_at + w.scales + fresh_lane * 2,
                  x_at = x + w.x;
-        float *out = (float *)(room + r.sets_at) + set * r.set_floats + (u << pair) * r.n_row * 16;
+        float *out = (float *)(room + r.sets_at) + set * r.set_floats + (u << pair) * r.set_rows * 16;
         int tiles = w.tiles, second = w.second;
 #pragma unroll 1
         for (;;) {
             compute<FMT, COLS>(q.t ? *q.t : p.target[0], q.row_tile * TILE_ROWS, q.part * tile_of(p, p.units) + w.first,
-                               tiles, codes, scales, x_at, r.n_row, p.k, out, fresh_lane);
+                               tiles, codes, scales, x_at, r.n_row, r.set_rows, p.k, out, fresh_lane);
             if (FMT != QL_FORMAT_NVFP4 || second == 0) {
                 break;
             }
             codes += tiles * TILE_BYTES;
             scales += tiles * TILE_SCALE_BYTES;
-            x_at += tiles * KT * 2;
-            out += r.n_row * 16;
+            x_at += tiles * KT * 2 * COLS;
+            out += r.set_rows * 16;
             tiles = second;
             second = 0;
         }
@@ -854,12 +1190,12 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
         }
     }
     if (end > task0) {
-        if (end > SUM_SETS) {
-            wait_finished(sh, end - 1 - SUM_SETS);
+        if (end > sum_sets(R)) {
+            wait_finished<R>(sh, end - 1 - sum_sets(R));
         }
         __syncwarp();
         if (lane == 0) {
-            barrier_arrive(shared_address(&sh->summed[(end - 1) % SUM_SETS]), 1);
+            barrier_arrive(shared_address(&sh->summed[(end - 1) % sum_sets(R)]), 1);
         }
     }
 }
@@ -867,8 +1203,10 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
 /* ---- recurrence -------------------------------------------------------------------------------------------------- */
 
 /* The rows of a segment and head, its state loaded ahead of the edge at `target` where there is one to wait for. After the
- * block's last task it says that the result is written; the state, which nobody waits for, is stored after that. Sums in the
- * order of gdn.cu's step_kernel and norm.cu's gated_norm. */
+ * block's last task it says that the result is written; the state, which nobody waits for, is stored after that. MANY: the
+ * state of the block's next task is copied to shared memory meanwhile. Sums in the order of gdn.cu's step_kernel and norm.cu's
+ * gated_norm. */
+template <bool MANY>
 __device__ __forceinline__ void recur(const struct run &r, const struct shared *sh, const struct recurrence &g,
                                       int task, float *room, bool edge, unsigned target, bool at_end) {
     const ql_gdn_args &a = g.a;
@@ -877,11 +1215,21 @@ __device__ __forceinline__ void recur(const struct run &r, const struct shared *
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int key = (a.value_head0 + j) / a.group - a.key_head0, width = (2 * a.n_key_head + a.n_value_head) * D;
     bool active = warp < 8, fresh = sh->seg_pos[s] == 0; /* a warp holds 16 rows of the state, a lane four columns */
-    float *state = a.state + (((int64_t)sh->seg_slot[s] * a.n_value_head + j) * D + warp * 16) * D + 4 * lane,
-          st[4][16];
+    auto state_of = [&](int segment, int head) {
+        return a.state + (((int64_t)sh->seg_slot[segment] * a.n_value_head + head) * D + warp * 16) * D + 4 * lane;
+    };
+    float *state = state_of(s, j), st[4][16];
+    uint32_t staged = shared_address(part + 8 * D) + threadIdx.x * 16; /* a thread reads what it copied */
+    constexpr int APART = 8 * 32 * 16;
+    bool copied = MANY && task >= (int)gridDim.x;
+    if (copied) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+    }
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-        float4 v = active && !fresh ? load_fresh4(state + i * D) : make_float4(0, 0, 0, 0);
+        float4 v = !active || fresh ? make_float4(0, 0, 0, 0)
+                   : copied         ? load_shared_f4(staged + i * APART)
+                                    : load_fresh4(state + i * D);
         st[0][i] = v.x;
         st[1][i] = v.y;
         st[2][i] = v.z;
@@ -890,6 +1238,14 @@ __device__ __forceinline__ void recur(const struct run &r, const struct shared *
     float a_log = __ldg(a.a_log + j), dt_bias = __ldg(a.dt_bias + j);
     if (edge) {
         wait_edge(r, target);
+    }
+    int next = task + (int)gridDim.x;
+    if (MANY && active && next < r.n_seg * a.n_value_head) {
+        const float *from = state_of(next / a.n_value_head, next % a.n_value_head);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            copy_16(staged + i * APART, from + i * D);
+        }
     }
     for (int row = sh->seg_row[s]; row < sh->seg_row[s + 1]; row++) {
         const float *u = a.u + (int64_t)row * width, *v = u + (2 * a.n_key_head + j) * D + 4 * lane;
@@ -998,7 +1354,7 @@ __device__ __noinline__ void write_residual(const struct shared *sh, int n_row, 
     }
 }
 
-template <int COLS> __device__ void compute_all(const struct run &r, struct shared *sh, uint8_t *room) {
+template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, struct shared *sh, uint8_t *room) {
     uint16_t *xs = (uint16_t *)(room + r.x_at);
     volatile int *at_op = &sh->at_op[threadIdx.x >> 5]; /* not in a register, which would be one too many */
     *at_op = 0;
@@ -1012,7 +1368,7 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
         if (kind == PRODUCT) {
             const struct product &p = sh->op[i].product;
             for (int u = threadIdx.x; u < all_units(p) >> p.pair; u += N_THREAD) {
-                sh->unit[i & 1][u] = locate_unit(p, u << p.pair);
+                units_of(r, room, i)[u] = locate_unit<COLS>(p, u << p.pair);
             }
         }
         auto cross = [&]() {
@@ -1023,7 +1379,9 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
         };
         if (kind == PRODUCT) {
             const struct product &p = sh->op[i].product;
-            if (p.norm) {
+            if (p.norm && COLS == 2 && MANY) {
+                norm_rows(r, p, xs, sh, cross);
+            } else if (p.norm) {
                 float4 w[NORM_KEEP]; /* on their way during the wait */
 #pragma unroll
                 for (int j = 0; j < NORM_KEEP; j++) {
@@ -1033,7 +1391,7 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
                 }
                 bool full = edge && sh->op[i - 1].kind == PRODUCT && sh->op[i - 1].product.residual;
                 for (int row = 0; row < r.n_row; row++) {
-                    int stride = x_stride(p.k, p.format) * COLS;
+                    int stride = x_stride<COLS>(p.k, p.format);
                     float *y = (float *)(xs + r.n_row * stride);
                     norm_x<COLS>(p, row, w, xs + row * stride, y, sh, [&]() {
                         if (row == 0) {
@@ -1049,20 +1407,26 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
                     }
                 }
             } else {
-                slices_x<COLS>(r, p, xs, sh, cross);
+                if (MANY) {
+                    slices_x<COLS, 4>(r, p, xs, sh, cross);
+                } else if (r.n_row == 2) {
+                    slices_x<COLS, 2>(r, p, xs, sh, cross);
+                } else {
+                    slices_x<COLS, 1>(r, p, xs, sh, cross);
+                }
                 write_residual(sh, r.n_row, *at_op);
             }
-            const struct unit_at *unit = sh->unit[*at_op & 1];
+            const struct unit_at *unit = units_of(r, room, *at_op);
             switch (p.format) {
-            case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS>(r, p, unit, room, sh); break;
-            case QL_FORMAT_FP8_BLOCK: multiply<QL_FORMAT_FP8_BLOCK, COLS>(r, p, unit, room, sh); break;
-            default: multiply<QL_FORMAT_FP8_CHANNEL, COLS>(r, p, unit, room, sh); break;
+            case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS, MANY ? 4 : 1>(r, p, unit, room, sh); break;
+            case QL_FORMAT_FP8_BLOCK: multiply<QL_FORMAT_FP8_BLOCK, COLS, MANY ? 4 : 1>(r, p, unit, room, sh); break;
+            default: multiply<QL_FORMAT_FP8_CHANNEL, COLS, MANY ? 4 : 1>(r, p, unit, room, sh); break;
             }
             arrived = p.tasks > 0;
         } else if (kind == RECURRENCE) {
             const struct recurrence &g = sh->op[i].gdn;
             for (int task = blockIdx.x; task < r.n_seg * g.a.n_value_head; task += gridDim.x) {
-                recur(r, sh, g, task, (float *)xs, edge, target, i + 1 == r.n_op);
+                recur<MANY>(r, sh, g, task, (float *)xs, edge, target, i + 1 == r.n_op);
                 edge = false;
                 arrived = true;
             }
@@ -1079,7 +1443,8 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
             }
             const struct combine c = kind == COMBINE ? sh->op[*at_op].combine : combine{};
             for (int e = blockIdx.x * N_THREAD + threadIdx.x; e < c.n; e += gridDim.x * N_THREAD) {
-                c.to[e] = add_parts(c.from + e, c.parts, c.stride);
+                float v = c.add ? load_fresh(c.to + e) : 0.0f, sum = add_parts(c.from + e, c.parts, c.stride);
+                c.to[e] = c.add ? v + sum : sum;
             }
         }
         if (!arrived) {
@@ -1100,7 +1465,8 @@ template <int COLS> __device__ void compute_all(const struct run &r, struct shar
 }
 #endif
 
-template <int COLS>
+/* MANY: more rows than WITH_DELTA. */
+template <int COLS, bool MANY>
 __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_constant__ struct run args) {
 #if HAVE_WGMMA
     extern __shared__ __align__(128) uint8_t room[];
@@ -1128,6 +1494,7 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
             barrier_init(shared_address(&sh->summed[i]), SUM_ARRIVALS);
             sh->finished[i] = 0;
         }
+        sh->come = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -1149,11 +1516,17 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
     }
     __syncthreads();
     if (threadIdx.x >= N_THREAD + 32) {
-        finish_all(args, sh, room);
+        if (MANY) {
+            finish_all<4>(args, sh, room);
+        } else if (args.n_row == 2) {
+            finish_all<2>(args, sh, room);
+        } else {
+            finish_all<1>(args, sh, room);
+        }
     } else if (threadIdx.x < N_THREAD) {
-        compute_all<COLS>(args, sh, room);
+        compute_all<COLS, MANY>(args, sh, room);
     } else if (threadIdx.x == N_THREAD) {
-        fetch(args, sh, room);
+        fetch<MANY ? 4 : 1>(args, sh, room);
     }
 #else
     __trap(); /* never launched on anything but compute capability 9.0 */
@@ -1172,7 +1545,9 @@ ql_status ql_chain_launch_cuda(ql_dev *dev, const struct run *r, int cols, int b
     config.attrs = &together;
     config.numAttrs = 1;
     cuda(dev)->last_op = "chain";
-    auto kernel = cols == 2 ? chain_kernel<2> : chain_kernel<1>;
+    bool many = r->n_row > WITH_DELTA;
+    auto kernel = cols == 2 ? (many ? chain_kernel<2, true> : chain_kernel<2, false>)
+                            : (many ? chain_kernel<1, true> : chain_kernel<1, false>);
     CU_TRY(dev, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_MAX),
            "chain");
     CU_TRY(dev, cudaLaunchKernelEx(&config, kernel, *r), "chain");

@@ -19,13 +19,14 @@ struct builder {
 };
 
 /* Parts of a row-parallel product: what spreads its row tiles best, and leaves x short enough for registers. 0: none. */
-static int choose_parts(const struct builder *b, int row_tiles, int n_slice, int k, int columns, int most) {
+static int choose_parts(const struct builder *b, int row_tiles, int n_slice, int k, int n_row, int cols, int most) {
     int best = 0;
     int64_t least = INT64_MAX;
     for (int parts = 1; parts <= most && parts <= n_slice; parts *= 2) {
         int64_t cost = ceil_div((int64_t)row_tiles * parts, b->blocks) * (4 / parts);
         int slices = n_slice / parts;
-        if (k / n_slice <= X_KEEP * 32 * warps_of_slice(slices) && columns * 2 * k / parts <= X_MOST && cost < least) {
+        if (k / n_slice <= x_keep(n_row) * 32 * warps_of_slice(slices) && n_row * cols * 2 * k / parts <= X_MOST &&
+            cost < least) {
             least = cost;
             best = parts;
         }
@@ -56,6 +57,28 @@ static const float *sums_of(const struct builder *b) {
     return (const float *)(l->room[l->lane] + ROOM_SUMS);
 }
 
+/* What a product leaves in parts, added where the ops have it. */
+static void add_combine(struct builder *b) {
+    struct run *r = b->run;
+    if (b->parts_of) {
+        int n = b->parts_stride;
+        r->op[r->n_op].kind = COMBINE;
+        r->op[r->n_op++].combine = combine{b->parts, (float *)b->parts_of, b->n_parts, n, n, b->exchange, false};
+        b->parts_of = NULL;
+    }
+}
+
+/* The delta of a norm, in parts or not, added to the residual. */
+static void add_to_residual(struct builder *b, const ql_rmsnorm_args *norm) {
+    struct run *r = b->run;
+    bool split = norm->delta == b->parts_of;
+    int n = norm->n_row * norm->n;
+    r->op[r->n_op].kind = COMBINE;
+    r->op[r->n_op++].combine =
+        combine{split ? b->parts : norm->delta, norm->x, split ? b->n_parts : 1, n, n, split ? b->exchange : -1, true};
+    b->parts_of = NULL;
+}
+
 /* [rmsnorm] linear [conv | swiglu | exchange] */
 static int take_product(struct builder *b, const ql_op *op, int n) {
     struct run *r = b->run;
@@ -66,6 +89,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     }
     const ql_linear_args *a = op[used].u.linear.a;
     int group = op[used++].u.linear.n, cols = a->precision == QL_PREC_EXACT ? 2 : 1;
+    const ql_rmsnorm_args *added = NULL; /* whose delta an op before this one has added */
     struct product p = {};
     int extra = 128;
     p.k = a->w->k;
@@ -111,7 +135,12 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         p.ldx = norm->n;
         p.norm = norm->w;
         p.eps = norm->eps;
-        if (norm->delta) {
+        if (norm->delta && a->n_row > WITH_DELTA) {
+            if (r->n_op + 3 > MAX_OPS) { /* that, this, and what adds up this one's parts */
+                return 0;
+            }
+            added = norm;
+        } else if (norm->delta) {
             bool split = norm->delta == b->parts_of;
             p.delta = split ? b->parts : norm->delta;
             p.delta_parts = split ? b->n_parts : 1;
@@ -149,9 +178,9 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             return 0;
         }
         lanes = used < n ? lanes_that_add(b, a, &op[used]) : 0;
-        p.parts = lanes ? choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row * cols, 1) : 0;
+        p.parts = lanes ? choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row, cols, a->n_row > WITH_DELTA ? 2 : 1) : 0;
         lanes = p.parts ? lanes : 0;
-        p.parts = p.parts ? p.parts : choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row * cols, 4);
+        p.parts = p.parts ? p.parts : choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row, cols, 4);
         if (p.parts == 0) {
             return 0;
         }
@@ -167,8 +196,11 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     }
     p.stages = (int)ceil_div(p.units, stage_units(p.format));
     /* Fewer and longer walks to a unit, where tasks are many and whole pairs. */
-    p.pair = p.format == QL_FORMAT_NVFP4 && p.epilogue == GATED && p.units % 2 == 0;
+    p.pair = p.format == QL_FORMAT_NVFP4 && p.epilogue == GATED && p.units % 2 == 0 && a->n_row <= WITH_DELTA;
     p.part_stride = p.parts > 1 || lanes ? a->n_row * a->w->n : 0;
+    if (added) {
+        add_to_residual(b, added);
+    }
     b->parts_of = NULL;
     b->parts_stride = p.part_stride;
     if (lanes) {
@@ -186,8 +218,11 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         b->n_parts = p.parts;
         b->exchange = -1;
     }
-    int x_bytes = a->n_row * cols * x_stride(p.k / p.parts, p.format) * 2 + (p.n_plain > 0 ? p.k * 4 : 0),
-        set = (p.epilogue == GATED ? 2 : 1) * p.units * a->n_row * 16;
+    int k = p.k / p.parts, x_bytes = a->n_row * (cols == 2 ? x_stride<2>(k, p.format) : x_stride<1>(k, p.format)) * 2 +
+                                     (p.n_plain > 0 && (cols == 1 || a->n_row <= WITH_DELTA) ? k * 4 : 0);
+    r->set_rows = a->n_row > 2 ? 4 : a->n_row;
+    int all = (p.epilogue == GATED ? 2 : 1) * p.units, set = all * r->set_rows * 16;
+    r->most_units = all > r->most_units ? all : r->most_units;
     b->x_bytes = x_bytes > b->x_bytes ? x_bytes : b->x_bytes;
     r->set_floats = set > r->set_floats ? set : r->set_floats;
     r->n_row = a->n_row;
@@ -196,17 +231,6 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     r->op[r->n_op].kind = PRODUCT;
     r->op[r->n_op++].product = p;
     return used;
-}
-
-/* What a product leaves in parts, added where the ops have it. */
-static void add_combine(struct builder *b) {
-    struct run *r = b->run;
-    if (b->parts_of) {
-        int n = b->parts_stride;
-        r->op[r->n_op].kind = COMBINE;
-        r->op[r->n_op++].combine = combine{b->parts, (float *)b->parts_of, b->n_parts, n, n, b->exchange};
-        b->parts_of = NULL;
-    }
 }
 
 /* gdn gated_norm */
@@ -224,31 +248,10 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
     use_batch(r, a->batch);
     r->op[r->n_op].kind = RECURRENCE;
     r->op[r->n_op++].gdn = recurrence{*a, g->z, g->w, g->y, g->eps};
-    int room = (4 + 8) * D * (int)sizeof(float);
+    bool again = r->n_row > WITH_DELTA && r->n_seg * a->n_value_head > b->blocks;
+    int room = (4 + 8 + (again ? D : 0)) * D * (int)sizeof(float);
     b->x_bytes = room > b->x_bytes ? room : b->x_bytes;
     return 2;
-}
-
-/* Chooses how many warps share the units. A barrier tells a warp that waits for a stage only whether it is one phase further
- * than that: the stage that was in the slot before must have come by then. It has if it is the warp's last one, or in_flight
- * stages older: no stage is asked for before the in_flight-th before it has come. */
-static void deal(struct product *p, int n_slot, int in_flight) {
-    int most = n_slot - in_flight;
-    int all = p->units * (p->epilogue == GATED ? 2 : 1), per_stage = stage_units(p->format);
-    auto stage = [&](int place) {
-        int unit = place << p->pair, task = unit / all, in = unit % all, piece = in / p->units;
-        return (task * (all / p->units) + piece) * p->stages + (in - piece * p->units) / per_stage;
-    };
-    for (p->dealt = 16; p->dealt > 1; p->dealt = p->dealt > N_WARP ? N_WARP : p->dealt - 1) {
-        bool fits = stage(p->dealt - 1) + 1 <= most;
-        for (int u = 0; u < all >> p->pair && fits; u++) {
-            int gap = stage(u + p->dealt) - stage(u);
-            fits = gap <= most || (gap == n_slot && p->dealt <= N_WARP);
-        }
-        if (fits) {
-            break;
-        }
-    }
 }
 
 /* A run without ops, and what builds it. */
@@ -256,6 +259,7 @@ static struct builder begin(ql_dev *dev, struct run *r) {
     const ql_cuda_exchange *x = &cuda(dev)->exchange;
     r->n_op = r->n_row = r->n_seg = r->set_floats = r->extra_bytes = 0;
     r->soon_bytes = 0;
+    r->most_units = 0;
     r->edges = (struct edges *)cuda(dev)->edges;
     r->lanes = {};
     r->lanes.lane = x->lane;
@@ -275,7 +279,8 @@ ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t round
     struct builder b = begin(dev, &r);
     r.n_slot = r.in_flight = 1; /* nothing is fetched */
     r.by_slot = 1 << 16;
-    r.x_at = r.extras_at = r.sets_at = r.room_bytes = RING_AT;
+    r.set_rows = 1;
+    r.x_at = r.extras_at = r.sets_at = r.units_at = r.room_bytes = RING_AT;
     b.parts_stride = n;
     b.n_parts = r.lanes.n_lane;
     b.parts = sums_of(&b);
@@ -315,13 +320,14 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
             break;
         }
         *taken += used;
-        if (b.n_parts > PARTS_READ) {
+        if (b.n_parts > PARTS_READ && r.n_row <= WITH_DELTA) {
             add_combine(&b);
         }
     }
-    int x_bytes = (b.x_bytes + 127) / 128 * 128, extra_bytes = AHEAD * r.extra_bytes,
-        set_bytes = SUM_SETS * r.set_floats * (int)sizeof(float);
-    r.n_slot = (SHARED_MAX - RING_AT - x_bytes - extra_bytes - set_bytes) / SLOT_BYTES;
+    int x_bytes = (b.x_bytes + 127) / 128 * 128, extra_bytes = ahead_of(r.n_row) * r.extra_bytes,
+        set_bytes = sum_sets(r.n_row) * r.set_floats * (int)sizeof(float);
+    int unit_room = 2 * r.most_units * (int)sizeof(struct unit_at);
+    r.n_slot = (SHARED_MAX - RING_AT - x_bytes - extra_bytes - set_bytes - unit_room) / SLOT_BYTES;
     r.n_slot = r.n_slot < MAX_SLOTS ? r.n_slot : MAX_SLOTS;
     if (products == 0 || r.n_slot < 2) {
         *taken = 0;
@@ -330,14 +336,10 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
     r.x_at = RING_AT + r.n_slot * SLOT_BYTES;
     r.extras_at = r.x_at + x_bytes;
     r.sets_at = r.extras_at + extra_bytes;
-    r.room_bytes = r.sets_at + set_bytes;
+    r.units_at = r.sets_at + set_bytes;
+    r.room_bytes = r.units_at + unit_room;
     r.by_slot = (int)ceil_div(1 << 16, r.n_slot);
-    r.in_flight = IN_FLIGHT < r.n_slot / 2 ? IN_FLIGHT : r.n_slot / 2;
-    for (int i = 0; i < r.n_op; i++) {
-        if (r.op[i].kind == PRODUCT) {
-            deal(&r.op[i].product, r.n_slot, r.in_flight);
-        }
-    }
+    r.in_flight = IN_FLIGHT < r.n_slot - 1 ? IN_FLIGHT : r.n_slot - 1;
     add_combine(&b);
     return ql_chain_launch_cuda(dev, &r, b.cols, b.blocks);
 }

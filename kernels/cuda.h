@@ -45,7 +45,7 @@ void *ql_cuda_stream(const ql_dev *dev);
 /* What the chains of all lanes of an engine share, so that they can add across lanes (chain.h); pointers as this lane's kernels
  * use them. A kernel that waits for another lane looks at `let_go`, and after wait_ns gives up: it writes 1 + that lane, or
  * QL_CUDA_LET_GO, to `gave_up` and runs on without waiting, its results good for nothing. */
-enum { QL_CUDA_MAX_LANES = 8, QL_CUDA_EXCHANGE_BYTES = (1 << 20) + 256 };
+enum { QL_CUDA_MAX_LANES = 8, QL_CUDA_EXCHANGE_BYTES = (3 << 19) + 256 };
 #define QL_CUDA_LET_GO 0xffffffffu
 typedef struct ql_cuda_exchange {
     int32_t lane, n_lane;

@@ -13,18 +13,18 @@ enum {
     SCALES_AT = 8 * 5 * TILE_BYTES, /* in a slot: of 8 units of NVFP4; 4 of FP8 have none */
     SLOT_BYTES = SCALES_AT + 8 * 5 * TILE_SCALE_BYTES,
     MAX_SLOTS = 8,
-    IN_FLIGHT = 3, /* stages asked for and not there: more only makes every other load wait longer */
-    MAX_ROWS = 2,  /* the x of more would take the ring's room: one by one they are faster */
-    SUM_SETS = 4,  /* tasks whose units wait for their sum */
-    AHEAD = 8,     /* tasks whose finishing data has been fetched */
+    IN_FLIGHT = 3, /* slots asked for and not there: more only makes every other load wait longer */
+    PLACES = 16,   /* that units are dealt to in turn (see distances in chain.cu) */
+    MAX_ROWS = 4,  /* with two parts each they fill the columns of a matrix instruction */
+    SUM_SETS = 4,  /* tasks whose units wait for their sum, at most */
     MAX_OPS = 24,
     MAX_UNITS = 64,                            /* of a piece */
     SUM_ARRIVALS = 2 * MAX_UNITS + N_WARP + 1, /* at a set: its units, the warps when they are done, and the rest */
     NORM_THREADS = 1024,                       /* of the norm kernel, whose order of sums this one keeps */
     NORM_KEEP = 5,
-    X_KEEP = 24,
     X_MOST = 72 * 1024,   /* bytes of x in shared memory that are worth fewer parts */
     PEND = 64,            /* residual numbers of a row that a block writes */
+    WITH_DELTA = 2,       /* rows whose norm adds to the residual as well; of more an op of its own does */
     SOON_MOST = 32 << 20, /* bytes that the second-level cache has room for beside all else */
     D = 128,
     SHARED_MAX = 227 * 1024
@@ -62,7 +62,6 @@ struct product {
     int tiles, per_slice; /* of a slice: column tiles, units */
     int units, stages;    /* of a piece */
     int pair;             /* 1: units are dealt two at a time */
-    int dealt;            /* places that the units go to in turn: a warp each, or 16 (see distances in chain.cu) */
     int n_task, log_parts;
     int tasks, task0, stage0; /* of a block, known to itself: its tasks, and its tasks and stages before those */
     int by_slice;             /* 2^16 / per_slice, rounded up */
@@ -87,10 +86,12 @@ struct recurrence {
     float eps;
 };
 
+/* to = the sum of the parts, or with `add` that and what is there. */
 struct combine {
     const float *from;
     float *to;
     int parts, n, stride, exchange; /* as delta, delta_exchange of a product */
+    bool add;
 };
 
 /* Parts of a sum that everybody knows (proof.cuh). */
@@ -138,9 +139,10 @@ static_assert(sizeof(struct edges) == EDGE_WORDS * sizeof(unsigned), "as device.
 
 struct run {
     int n_op, n_row, n_seg, n_slot, by_slot, in_flight, /* by_slot: 2^16 / n_slot, rounded up */
-        set_floats, extra_bytes;
-    int x_at, extras_at, sets_at, room_bytes;    /* of shared memory */
-    const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
+        set_floats, set_rows, extra_bytes;              /* set_rows: n_row, or the next power of two */
+    int x_at, extras_at, sets_at, units_at, room_bytes; /* of shared memory */
+    int most_units;                                     /* of a task */
+    const int32_t *seg_row, *seg_pos, *seg_slot;        /* as ql_batch's */
     struct edges *edges;
     struct lanes lanes;
     const uint8_t *soon; /* what the next run begins with */
@@ -168,15 +170,15 @@ struct __align__(16) unit_at {
 
 struct shared {
     uint64_t full[MAX_SLOTS], empty[MAX_SLOTS];
-    float part[32], most[N_WARP];
+    float part[MAX_ROWS][32], most[MAX_ROWS][N_WARP];
     float xscale[MAX_ROWS * MAX_SLICES];
-    float pend[MAX_ROWS][PEND];
-    float plain[4];            /* of each warp */
+    float pend[WITH_DELTA][PEND];
+    float plain[MAX_ROWS][4];  /* of each warp */
     uint64_t summed[SUM_SETS]; /* a task's units are in their set */
     int at_op[N_WARP];
-    unsigned base, exchanged;              /* of the edges, as the run began */
-    int finished[SUM_SETS];                /* tasks that have left the set */
-    struct unit_at unit[2][2 * MAX_UNITS]; /* of this op and the next: of a task, over its pieces */
+    unsigned base, exchanged; /* of the edges, as the run began */
+    int come;                 /* stages that are known to have come, from the run's first on */
+    int finished[SUM_SETS];   /* tasks that have left the set */
     int seg_row[MAX_ROWS + 1], seg_pos[MAX_ROWS], seg_slot[MAX_ROWS];
     struct chain_op op[MAX_OPS]; /* of the run */
 };
@@ -187,11 +189,30 @@ enum { RING_AT = (sizeof(struct shared) + 127) / 128 * 128 };
 /* Units that are fetched together. */
 __device__ __host__ __forceinline__ int stage_units(int format) { return format == QL_FORMAT_NVFP4 ? 8 : 4; }
 
+/* Tasks whose units wait for their sum, and tasks whose finishing data has been fetched, where R rows are finished at a time. */
+__device__ __host__ constexpr int sum_sets(int rows) { return rows > 2 ? 3 : SUM_SETS; }
+__device__ __host__ constexpr int ahead_of(int rows) { return rows > 2 ? 5 : 8; }
+
+/* Numbers of a row of a slice that a thread can hold of x, of so many rows. */
+__device__ __host__ constexpr int x_keep(int rows) { return rows > 2 ? 12 : 24; }
+
 /* Warps that prepare a slice of x. */
 __device__ __host__ __forceinline__ int warps_of_slice(int slices) { return slices < N_WARP ? N_WARP / slices : 1; }
 
-/* Stride of a column of prepared x in shared memory: the padding keeps the columns' loads in different banks. */
-__device__ __host__ __forceinline__ int x_stride(int k, int format) { return k + (format == QL_FORMAT_NVFP4 ? 8 : 32); }
+/* Prepared x in shared memory, in f16 numbers: of one column the padding keeps the rows' loads in different banks; of two a row
+ * has no padding, eight numbers' first parts are followed by their second ones, and these pieces lie so that what a warp loads
+ * of a row at a time is 128 bytes. */
+template <int COLS> __device__ __host__ __forceinline__ int x_stride(int k, int format) {
+    return COLS == 2 ? 2 * k : k + (format == QL_FORMAT_NVFP4 ? 8 : 32);
+}
+template <int COLS> __device__ __forceinline__ int x_place(int i, int format) {
+    int piece = i >> 3;
+    if (format == QL_FORMAT_NVFP4) {
+        piece = (piece & ~7) | (piece & 1) << 2 | (piece >> 1 & 3);
+    }
+    return COLS == 2 ? 16 * piece + (i & 7) : i;
+}
+enum { SECOND_PART = 8 }; /* from a number of a piece to its second part */
 
 /* Launches a run on `blocks` blocks, a multiple of 4 and at most one an SM. cols: columns of a row of x, 1 or 2. */
 ql_status ql_chain_launch_cuda(ql_dev *dev, const struct run *r, int cols, int blocks);

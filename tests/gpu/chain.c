@@ -5,6 +5,7 @@
  */
 #include "kernels/cuda.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,8 +18,8 @@ enum {
     VALUES = 48,
     CHANNELS = (2 * KEYS + VALUES) * 128,
     LAYERS = 3,
-    MAX_ROW = 2,
-    SLOTS = 2
+    MAX_ROW = 4,
+    SLOTS = 4
 };
 
 static ql_dev dev;
@@ -241,21 +242,33 @@ int main(int argc, char **argv) {
         state[i] = make("state", (size_t)SLOTS * VALUES * 128 * 128, 0.1f, 0.0f);
         tail[i] = make("tail", (size_t)SLOTS * 3 * CHANNELS, 1.0f, 0.0f);
     }
-    /* rows of segments, positions, slots: two sequences, one of them at its start */
-    const int32_t index[] = {0, 1, 2, 0, 7, 0, 1, 0};
+    /* Rows of as many sequences, the last of more than one at its start; and rows of one sequence, as a check of a draft has. */
+    static const struct shape_of_batch {
+        const char *name;
+        int32_t rows, segs, row_seg[MAX_ROW], row_pos[MAX_ROW], seg_row[MAX_ROW + 1], seg_pos[MAX_ROW], slot[MAX_ROW];
+    } shapes[] = {{"rows1", 1, 1, {0}, {7}, {0, 1}, {7}, {1}},
+                  {"rows2", 2, 2, {0, 1}, {7, 0}, {0, 1, 2}, {7, 0}, {1, 0}},
+                  {"rows3", 3, 3, {0, 1, 2}, {7, 9, 0}, {0, 1, 2, 3}, {7, 9, 0}, {1, 3, 0}},
+                  {"rows4", 4, 4, {0, 1, 2, 3}, {7, 9, 70, 0}, {0, 1, 2, 3, 4}, {7, 9, 70, 0}, {1, 3, 0, 2}},
+                  {"rows2of1", 2, 1, {0, 0}, {7, 8}, {0, 2}, {7}, {1}},
+                  {"rows4of1", 4, 1, {0, 0, 0, 0}, {0, 1, 2, 3}, {0, 4}, {0}, {2}},
+                  {"rows4of2", 4, 2, {0, 0, 0, 1}, {5, 6, 7, 9}, {0, 3, 4}, {5, 9}, {3, 1}}};
     int32_t *seg;
-    must(dev.ops->alloc(&dev, sizeof index, "batch", (void **)&seg));
-    must(dev.ops->h2d(&dev, seg, index, sizeof index));
-    for (int rows = 1; rows <= MAX_ROW; rows++) {
-        int first = rows == 1 ? 4 : 3; /* a row alone is not at its start */
+    must(dev.ops->alloc(&dev, sizeof shapes[0], "batch", (void **)&seg));
+    double one_row = 0.0;
+    for (size_t shape_i = 0; shape_i < sizeof shapes / sizeof *shapes; shape_i++) {
+        const int32_t rows = shapes[shape_i].rows;
+        must(dev.ops->h2d(&dev, seg, shapes[shape_i].row_seg,
+                          sizeof shapes[0] - offsetof(struct shape_of_batch, row_seg)));
+        must(dev.ops->sync(&dev));
         ql_batch batch = {.phase = QL_PHASE_GEN,
                           .n_row = rows,
-                          .n_seg = rows,
+                          .n_seg = shapes[shape_i].segs,
                           .row_seg = seg,
-                          .row_pos = seg + first,
-                          .seg_row = seg,
-                          .seg_pos = seg + first,
-                          .seg_slot = seg + 5};
+                          .row_pos = seg + MAX_ROW,
+                          .seg_row = seg + 2 * MAX_ROW,
+                          .seg_pos = seg + 3 * MAX_ROW + 1,
+                          .seg_slot = seg + 4 * MAX_ROW + 1};
         int n = 0;
 #define PRODUCT(weight, from, to, slices)                                                                              \
     {                                                                                                                  \
@@ -321,12 +334,14 @@ int main(int argc, char **argv) {
                 fetch(false);
                 wrong += compare(i, &compared) > 0;
             }
-            printf("%s chain.rows%d.ops%d: %d of %d rounds differ, %zu numbers compared\n", wrong ? "FAIL" : "ok  ",
-                   rows, lengths[l], wrong, many, compared);
+            printf("%s chain.%s.ops%d: %d of %d rounds differ, %zu numbers compared\n", wrong ? "FAIL" : "ok  ",
+                   shapes[shape_i].name, lengths[l], wrong, many, compared);
             wrong ? bad++ : passed++;
         }
         double apart = time_of(one_by_one, n) / LAYERS * 1e6, as_chain = time_of(chained, n) / LAYERS * 1e6;
-        printf("# rows %d: a layer takes %.1f us one by one, %.1f us as a chain\n", rows, apart, as_chain);
+        one_row = rows == 1 ? as_chain : one_row;
+        printf("# %s: a layer takes %.1f us one by one, %.1f us as a chain, %.2f of one row\n", shapes[shape_i].name,
+               apart, as_chain, as_chain / one_row);
     }
     printf("chain: %d passed, %d failed, 0 skipped\n", passed, bad);
     return bad > 0;

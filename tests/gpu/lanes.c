@@ -19,7 +19,7 @@ enum {
     VALUES = 16,
     CHANNELS = (2 * KEYS + VALUES) * 128,
     LAYERS = 2,
-    ROWS = 2,
+    ROWS = 4,
     SLICES = 8,
     MOST_LANES = 8,
     OPS = LAYERS * 12,
@@ -232,7 +232,7 @@ static void open_lane(struct lane *l, int32_t index, int32_t n_lane) {
         l->tail[i] = memory(l, ROWS * 3 * (size_t)l->channels);
     }
     /* rows of segments, positions, slots */
-    static const int32_t index_of[] = {0, 1, 2, 7, 0, 1, 0};
+    static const int32_t index_of[] = {0, 1, 2, 3, 4, 7, 0, 9, 70, 1, 0, 3, 2};
     must(dev->ops->alloc(dev, sizeof index_of, "batch", (void **)&l->seg));
     must(dev->ops->h2d(dev, l->seg, index_of, sizeof index_of));
     must(dev->ops->sync(dev));
@@ -281,10 +281,10 @@ static int fill(struct lane *l, int32_t rows, bool half) {
                           .n_row = rows,
                           .n_seg = rows,
                           .row_seg = l->seg,
-                          .row_pos = l->seg + 3,
+                          .row_pos = l->seg + ROWS + 1,
                           .seg_row = l->seg,
-                          .seg_pos = l->seg + 3,
-                          .seg_slot = l->seg + 5};
+                          .seg_pos = l->seg + ROWS + 1,
+                          .seg_slot = l->seg + 2 * ROWS + 1};
     int n = 0;
     for (int i = 0; i < LAYERS; i++) {
         l->op[n++] = norm(l, i > 0 ? l->delta : NULL, l->norm_in);
