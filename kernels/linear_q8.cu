@@ -13,10 +13,16 @@
 
 /* ---- activations ------------------------------------------------------------------------------------------------- */
 
-/* Eight threads a block of 32 channels, four channels each. Grid (blocks of all slices, row). */
-__global__ void __launch_bounds__(128)
-    quantize_kernel(const float *x, int64_t ldx, int k, int ks, int blocks, int n_block, int8_t *code, float *d) {
+/* Eight threads a block of 32 channels, four channels each. Grid (blocks of all slices, row). count: NULL, or what begins as
+ * WIDE_COUNTS zeros. */
+__global__ void __launch_bounds__(128) quantize_kernel(const float *x, int64_t ldx, int k, int ks, int blocks,
+                                                       int n_block, int8_t *code, float *d, unsigned *count) {
     after_previous();
+    if (count && blockIdx.x == 0 && blockIdx.y == 0) {
+        for (int i = threadIdx.x; i < WIDE_COUNTS; i += blockDim.x) {
+            count[i] = 0;
+        }
+    }
     int row = blockIdx.y, block = blockIdx.x * 16 + (threadIdx.x >> 3), in = (threadIdx.x & 7) * 4;
     bool there = block < n_block;
     block = there ? block : n_block - 1;
@@ -366,7 +372,7 @@ static ql_status run_reference(ql_dev *dev, const struct q8_products *p) {
     return QL_OK;
 }
 
-static ql_status run(ql_dev *dev, enum q8_kernel kernel, const struct q8_products *p, int64_t room) {
+static ql_status run(ql_dev *dev, enum q8_kernel kernel, struct q8_products *p, size_t room) {
     unsigned rows = (unsigned)p->n_row;
     switch (kernel) {
     case Q8_DP4A:
@@ -399,11 +405,10 @@ static ql_status run_shared(ql_dev *dev, const ql_linear_args *a, int32_t n, enu
         p.target[i] = q8_target{(const uint8_t *)a[i].w->data, a[i].y, a[i].ldy, a[i].w->factor * 128.0f, a[i].w->n};
     }
     int n_block = p.n_slice * p.blocks;
-    const size_t stack_bytes = WIDE_STACK * sizeof(float);
     auto used = [&](int64_t rows) {
         return round_256((size_t)(rows * p.k)) + round_256((size_t)(rows * n_block) * sizeof(float));
     };
-    size_t tree = kernel == Q8_WIDE && p.n_slice > 1 ? stack_bytes : 0;
+    size_t tree = kernel == Q8_WIDE ? ql_q8_wide_stack(&p) : 0;
     int64_t most = a->n_row < 65535 ? a->n_row : 65535; /* the grid's second dimension has 16 bits */
     while (most > 1 && used(most) + tree > dev->scratch_bytes) {
         most = most > 2 * WIDE_X ? most - WIDE_X : most / 2;
@@ -418,11 +423,15 @@ static ql_status run_shared(ql_dev *dev, const ql_linear_args *a, int32_t n, enu
         p.n_row = rows;
         p.x = (const int8_t *)scratch;
         p.d = (const float *)(scratch + round_256((size_t)rows * (size_t)p.k));
-        p.stack = (float *)(scratch + used(rows));
+        size_t room = dev->scratch_bytes - used(rows), counts = WIDE_COUNTS * sizeof *p.count;
+        bool counted = kernel == Q8_WIDE && room >= counts + tree;
+        p.count = counted ? (unsigned *)(scratch + used(rows)) : NULL;
+        room -= counted ? counts : 0;
+        p.stack = (float *)(scratch + dev->scratch_bytes - room);
         QL_TRY(launch(dev, "linear: activations", quantize_kernel,
                       dim3((unsigned)ceil_div(n_block, 16), (unsigned)rows), 128, 0, a->x + t * a->ldx, a->ldx, p.k,
-                      p.ks, p.blocks, n_block, (int8_t *)p.x, (float *)p.d));
-        QL_TRY(run(dev, kernel, &p, (int64_t)((dev->scratch_bytes - used(rows)) / stack_bytes)));
+                      p.ks, p.blocks, n_block, (int8_t *)p.x, (float *)p.d, p.count));
+        QL_TRY(run(dev, kernel, &p, room));
         for (int i = 0; i < n; i++) {
             p.target[i].y += rows * p.target[i].ldy;
         }

@@ -25,15 +25,32 @@ struct q8_products {
     const int8_t *x;            /* [row][k] codes */
     const float *d;             /* [block of all slices][n_row] */
     int n_row;
-    float *stack; /* wide: what waits in the tree, WIDE_STACK floats a block */
+    float *stack; /* wide: what waits in the tree, and behind it parts of tiles */
+    float *part;
+    unsigned *count; /* wide: WIDE_COUNTS zeros, of a tile's parts that are complete; NULL: tiles are whole */
     int n_target;
     struct q8_target target[MAX_TARGETS];
 };
 
-/* kernels/linear_q8_wide.cu: a tile of 128 rows of x and 64 of the weights; slices are multiples of 32 columns. Scratch for
- * `room` blocks' stacks, at least one where there are slices to add. */
-enum { WIDE_X = 128, WIDE_W = 64, WIDE_STACK = TREE_LEVELS * WIDE_X * WIDE_W };
-ql_status ql_linear_q8_wide_cuda(ql_dev *dev, const struct q8_products *p, int64_t room);
+/* kernels/linear_q8_wide.cu: a tile of 128 rows of x and 64 of the weights; slices are multiples of 32 columns. p->stack has
+ * `room` bytes, at least ql_q8_wide_stack(p). */
+enum { WIDE_X = 128, WIDE_W = 64, WIDE_COUNTS = 1024 };
+ql_status ql_linear_q8_wide_cuda(ql_dev *dev, struct q8_products *p, size_t room);
+
+/* Pieces of a slice: a long one has four, so that a few tiles can be work for more blocks. It is the slice's length alone that
+ * decides, so a row's bits do not depend on lanes. */
+static inline int ql_q8_wide_pieces(const struct q8_products *p) {
+    return p->blocks >= 128 && p->blocks % 8 == 0 ? 4 : 1;
+}
+
+/* Bytes of one block's stack. */
+static inline size_t ql_q8_wide_stack(const struct q8_products *p) {
+    size_t levels = 0;
+    while (1 << levels < p->n_slice * ql_q8_wide_pieces(p)) {
+        levels++;
+    }
+    return levels * WIDE_X * WIDE_W * sizeof(float);
+}
 
 /* ---- device ---- */
 
@@ -61,6 +78,12 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select
 __device__ __forceinline__ uint32_t q8_decode4(uint32_t q) {
     uint32_t m = q & 0x7777u, up = prmt(Q8_LOW, Q8_HIGH, m), down = prmt(0xfdfeff00u, 0xf4f8fafcu, m);
     return prmt(up, down, 0x3210u | (q >> 1 & 0x4444u));
+}
+
+/* What stays in a register instead of being computed again where it is used. */
+__device__ __forceinline__ int kept(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
 }
 
 /* A table's half in a register of its own: the compiler would keep it where permutes cannot reach it, and copy it for each. */
@@ -96,8 +119,7 @@ __device__ __forceinline__ float q8_unbias(float s) { return s * -12582912.0f; }
 
 /* 16 x 8 sums of 16 products, signed bytes, from the bias on: a0 row g, a1 row g + 8, b column g, k 4c .. 4c + 3 in lane
  * 4 g + c; d as of m16n8k16 in mma.cuh. */
-__device__ __forceinline__ void mma_s8(int d[4], uint32_t a0, uint32_t a1, uint32_t b) {
-    const int bias = Q8_BIAS;
+__device__ __forceinline__ void mma_s8(int d[4], uint32_t a0, uint32_t a1, uint32_t b, int bias = Q8_BIAS) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5},{%6},{%7,%7,%7,%7};"
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
