@@ -1,6 +1,6 @@
 /* linear in precision Q8, NVFP4 weights (q8.h): activations to INT8 once for all products of one x, then
  *
- *   dp4a        one row of x: four products an instruction, weights unpacked by byte permutes
+ *   dp4a        one row of x: four products an instruction, weights unpacked by byte permutes; two kernels, by how weights come
  *   wmma        up to 127 rows: integer matrix instructions on tiles of 16 x 16 x 16, a tile a warp
  *   wide        from 128 rows on (wide_min_rows): tiles of 128 x 64 (linear_q8_wide.cu)
  *   reference   any shape: code by code
@@ -245,6 +245,179 @@ __global__ void __launch_bounds__(32 * DP4A_WARPS, DP4A_BLOCKS) dp4a_kernel(stru
     }
 }
 
+/* ---- dp4a through shared memory ---------------------------------------------------------------------------------- */
+
+/* The same sums in the same order, for rows of whole pieces of 16 bytes, from compute capability 8.0 on: a warp's weights come by asynchronous copies through a ring of its own, so that far more of them are on their way than registers would
+ * hold, across the ends of rows and before the kernel in front is complete. Blocks stay for many units of RING_ROWS rows. A
+ * stage is 64 groups of each row. Groups of all slices of a warp follow one another, so a slice may end inside a chunk; before
+ * they are added, lanes change places to where dp4a_kernel has them.
+ */
+enum {
+    RING_ROWS = 4,
+    RING_STAGES = 4,
+    RING_BLOCKS = 5, /* an SM */
+    RING_PIECE = 2 * DP4A_CHUNK_BYTES,
+    RING_PLACE = RING_PIECE + 16, /* of a piece: copies begin at multiples of 16 bytes */
+    RING_LANES = 32 / RING_ROWS,  /* copy a row's piece */
+    RING_BYTES = RING_STAGES * RING_ROWS * RING_PLACE
+};
+
+template <bool SPLIT>
+__global__ void __launch_bounds__(32 * DP4A_WARPS, RING_BLOCKS) ring_kernel(struct q8_products p, int units) {
+    extern __shared__ __align__(16) uint8_t rings[];
+    __shared__ float sums[2][DP4A_WARPS][RING_ROWS];
+    allow_next();
+    int warp = threadIdx.x >> 5, lane = kept(threadIdx.x & 31), row = blockIdx.y;
+    int step = SPLIT ? gridDim.x : gridDim.x * DP4A_WARPS, first = SPLIT ? blockIdx.x : blockIdx.x * DP4A_WARPS + warp;
+    int groups = p.ks / QL_NVFP4_GROUP, slices = SPLIT ? p.n_slice / DP4A_WARPS : p.n_slice,
+        slice0 = SPLIT ? warp * slices : 0, all = groups * slices;
+    int begin = slice0 * groups / 4 * QL_Q8_RECORD_BYTES, skew = begin & 15; /* of the warp's part of a row */
+    uint8_t *ring = rings + warp * RING_BYTES;
+
+    /* What is fetched next: this lane's place in a row's piece. */
+    int fetch_unit = first, bytes_left = 0, in_piece = lane % RING_LANES * 16,
+        to = lane / RING_LANES * RING_PLACE + in_piece;
+    const uint8_t *at = NULL;
+    auto fetch = [&](int slot) {
+        if (bytes_left <= skew) {
+            bytes_left = 0;
+            if (fetch_unit < units) {
+                int u = fetch_unit;
+                const struct q8_target &t = q8_target_of(p, RING_ROWS, &u);
+                at = t.w + min(u * RING_ROWS + lane / RING_LANES, t.n - 1) * p.row_bytes + begin - skew + in_piece;
+                bytes_left = skew + all / 4 * QL_Q8_RECORD_BYTES;
+                fetch_unit += step;
+            }
+        }
+        uint8_t *place = ring + slot * (RING_ROWS * RING_PLACE) + to;
+        if (bytes_left >= RING_PLACE) {
+#pragma unroll
+            for (int i = 0; i < RING_PLACE; i += RING_LANES * 16) {
+                if (i + RING_LANES * 16 <= RING_PLACE || in_piece + i < RING_PLACE) {
+                    copy_async16(place + i, at + i);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < RING_PLACE; i += RING_LANES * 16) {
+                if (in_piece + i < bytes_left) {
+                    copy_async16(place + i, at + i);
+                }
+            }
+        }
+        at += RING_PIECE;
+        bytes_left -= RING_PIECE;
+        commit_async();
+    };
+#pragma unroll
+    for (int i = 0; i < RING_STAGES - 1; i++) {
+        fetch(i);
+    }
+    wait_previous();
+
+    const uint32_t low = q8_low();
+    int slot = 0, round = 0, q_at = kept((lane >> 2) * QL_Q8_RECORD_BYTES + skew + 4 + 8 * (lane & 3)),
+        s_at = kept((lane >> 2) * QL_Q8_RECORD_BYTES + skew + (lane & 3));
+    const int8_t *x0 = p.x + (int64_t)row * p.k + (slice0 * groups + lane) * QL_NVFP4_GROUP;
+    const float *d0 = p.d + (int64_t)(slice0 * p.blocks + lane / 2) * p.n_row + row;
+    /* The next chunks of x: on their way while weights are waited for. */
+    struct {
+        int4 code;
+        float scale;
+    } x[2], next[2];
+    const int8_t *x_at = x0;
+    const float *d_at = d0;
+    int64_t d_chunk = 16 * (int64_t)p.n_row;
+    auto load_x = [&](int done) {
+        if (done == 0) {
+            x_at = x0;
+            d_at = d0;
+        }
+        if (done + 64 <= all) {
+            next[0].code = *(const int4 *)x_at;
+            next[1].code = *(const int4 *)(x_at + 32 * QL_NVFP4_GROUP);
+            next[0].scale = d_at[0];
+            next[1].scale = d_at[d_chunk];
+            x_at += 64 * QL_NVFP4_GROUP;
+            d_at += 2 * d_chunk;
+        } else { /* the last stage; beyond the row are zeros */
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                bool there = done + 32 * h + lane < all;
+                next[h].code = there ? *(const int4 *)(x_at + h * (32 * QL_NVFP4_GROUP)) : make_int4(0, 0, 0, 0);
+                next[h].scale = there ? d_at[h * d_chunk] : 0.0f;
+            }
+        }
+    };
+    load_x(0);
+    for (int unit = first; unit < units; unit += step) {
+        int u = unit;
+        const struct q8_target &t = q8_target_of(p, RING_ROWS, &u);
+        float acc[RING_ROWS] = {}, mine[RING_ROWS] = {};
+        int slice = 0, left = groups; /* of the slice, from the chunk's first group on */
+        for (int done = 0; done < all;) {
+            wait_async<RING_STAGES - 2>();
+            __syncwarp(); /* all lanes' pieces are here, and the stage before is read */
+            fetch(slot == 0 ? RING_STAGES - 1 : slot - 1);
+            x[0] = next[0];
+            x[1] = next[1];
+            load_x(done + 64 < all ? done + 64 : 0);
+            const uint8_t *stage = ring + slot * (RING_ROWS * RING_PLACE);
+            slot = slot + 1 == RING_STAGES ? 0 : slot + 1;
+#pragma unroll
+            for (int h = 0; h < 2; h++, done += 32, left -= 32) {
+                if (done >= all) {
+                    break;
+                }
+                int4 v = x[h].code;
+                float scale = x[h].scale;
+                if (left > 32 && done + 32 <= all) {
+#pragma unroll
+                    for (int i = 0; i < RING_ROWS; i++) {
+                        const uint8_t *w = stage + i * RING_PLACE + h * DP4A_CHUNK_BYTES;
+                        const uint32_t *q = (const uint32_t *)(w + q_at);
+                        acc[i] = fmaf(q8_dot16f(low, q[0], q[1], v) * q8_scale(w[s_at]), scale, acc[i]);
+                    }
+                } else { /* the row's or a slice's end, the latter with lane left - 1 */
+                    int from = (slice * groups + lane) & 31;
+#pragma unroll
+                    for (int i = 0; i < RING_ROWS; i++) {
+                        const uint8_t *w = stage + i * RING_PLACE + h * DP4A_CHUNK_BYTES;
+                        const uint32_t *q = (const uint32_t *)(w + q_at);
+                        float part = q8_dot16f(low, q[0], q[1], v) * q8_scale(done + lane < all ? w[s_at] : 0);
+                        float last = lane < left ? fmaf(part, scale, acc[i]) : acc[i];
+                        acc[i] = lane < left ? 0.0f : part * scale;
+                        float sum = warp_sum(__shfl_sync(0xffffffffu, last, from)) * t.factor;
+                        mine[i] = lane == slice ? sum : mine[i];
+                    }
+                    slice++;
+                    left += groups;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < RING_ROWS; i++) {
+            for (int o = 1; o < slices; o *= 2) { /* the tree: lanes 0 .. slices - 1 hold its leaves */
+                mine[i] += __shfl_xor_sync(0xffffffffu, mine[i], o);
+            }
+            if (SPLIT && lane == 0) {
+                sums[round][warp][i] = mine[i];
+            } else if (lane == 0 && u * RING_ROWS + i < t.n) {
+                t.y[row * t.ldy + u * RING_ROWS + i] = mine[i];
+            }
+        }
+        if (SPLIT) {
+            __syncthreads();
+            int i = threadIdx.x;
+            if (i < RING_ROWS && u * RING_ROWS + i < t.n) {
+                t.y[row * t.ldy + u * RING_ROWS + i] =
+                    (sums[round][0][i] + sums[round][1][i]) + (sums[round][2][i] + sums[round][3][i]);
+            }
+            round ^= 1;
+        }
+    }
+}
+
 /* ---- wmma -------------------------------------------------------------------------------------------------------- */
 
 /* A warp: 16 weight rows (A) and 16 rows of x (B, two tiles of 8 columns). Each 16 columns of K are one group. */
@@ -372,10 +545,26 @@ static ql_status run_reference(ql_dev *dev, const struct q8_products *p) {
     return QL_OK;
 }
 
+/* Whether rows begin at multiples of 16 bytes, a warp's part of one with a whole record, and a chunk has the end of one slice
+ * at most. */
+static bool has_ring(const ql_dev *dev, const struct q8_products *p) {
+    int groups = p->ks / QL_NVFP4_GROUP, slices = p->n_slice % DP4A_WARPS ? p->n_slice : p->n_slice / DP4A_WARPS;
+    return cuda(dev)->cc >= 80 && p->ks % QL_Q8_BLOCK == 0 && groups >= 32 && groups * slices % 4 == 0 &&
+           p->k % (16 * QL_NVFP4_GROUP) == 0;
+}
+
 static ql_status run(ql_dev *dev, enum q8_kernel kernel, struct q8_products *p, size_t room) {
     unsigned rows = (unsigned)p->n_row;
     switch (kernel) {
     case Q8_DP4A:
+        if (has_ring(dev, p)) {
+            bool split = p->n_slice % DP4A_WARPS == 0;
+            int64_t units = units_of(p, RING_ROWS), blocks = split ? units : ceil_div(units, DP4A_WARPS),
+                    most = (int64_t)cuda(dev)->n_sm * RING_BLOCKS;
+            return launch(dev, "linear", split ? ring_kernel<true> : ring_kernel<false>,
+                          dim3((unsigned)(blocks < most ? blocks : most), rows), 32 * DP4A_WARPS,
+                          DP4A_WARPS * RING_BYTES, *p, (int)units);
+        }
         if (p->n_slice % DP4A_WARPS == 0) {
             return launch(dev, "linear", dp4a_kernel<true>, dim3((unsigned)units_of(p, DP4A_ROWS), rows),
                           32 * DP4A_WARPS, 0, *p);

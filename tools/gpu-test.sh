@@ -202,6 +202,10 @@ small="linear.nvfp4.exact.gen.t3.n33.k256.s4.normal linear.nvfp4.bf16.prompt.t16
     linear.fp8-block.exact.prompt.t16.n33.k256.s4.normal linear.fp8-channel.fp8.prompt.t16.n33.k256.s4.normal
     linear.fp8-channel.exact.gen.t3.n33.k256.s4.normal linear.fp8-tensor.exact.gen.t1.n7.k37.normal
     linear.bf16.bf16.prompt.t16.n33.k256.s4.normal linear.bf16.exact.gen.t3.n33.k256.s4.normal
+    linear.nvfp4.q8.gen.t1.n67.k320.normal.dp4a linear.nvfp4.q8.gen.t1.n10.k640.s8.normal.dp4a
+    linear.nvfp4.q8.gen.t1.n21.k4352.s2.normal.dp4a linear.nvfp4.q8.gen.t1.n37.k8704.s4.normal.dp4a
+    linear.nvfp4.q8.prompt.t17.n10.k640.s8.normal.wmma linear.nvfp4.q8.prompt.t129.n67.k320.normal.wide
+    linear.nvfp4.q8.prompt.t129.n130.k1024.s8.cut.normal.wide linear.nvfp4.q8.gen.t2.n67.k320.normal.reference
     linear.f32.exact.gen.t1.n33.k256.s4.normal norm.rms.t65.n256.delta.ld256.normal norm.gated.t3.h6.alias.normal
     mlp.swiglu.t7.n1024.x1.alias embed.BF16.t1.h256.ids35-39 gdn.conv.gen.c16 gdn.conv.prompt.c384
     gdn.gen.typical.k2.v2 gdn.gen.slow.k4.v8.g2 gdn.prompt.typical.k2.v2.g1 gdn.prompt.slow.k1.v2.g2.v0_0.65at64

@@ -109,6 +109,11 @@ __device__ __forceinline__ int q8_dot16(uint32_t low, uint32_t q0, uint32_t q1, 
     return up - down;
 }
 
+/* The same as f32, by the bits of 1.5 2^23 + sum. */
+__device__ __forceinline__ float q8_dot16f(uint32_t low, uint32_t q0, uint32_t q1, int4 x) {
+    return __int_as_float(q8_dot16(low, q0, q1, x) + 0x4b400000) - 12582912.0f;
+}
+
 /* A group scale times 2^-8; it has no sign. */
 __device__ __forceinline__ float q8_scale(uint32_t byte) { return f32_of_f16((uint16_t)(byte << 7)); }
 

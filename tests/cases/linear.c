@@ -218,6 +218,19 @@ static void list(kc_list *l) {
         add(l, &q8_shapes[s], QL_FORMAT_NVFP4, QL_PREC_Q8, 129, NORMAL, SOUND);
     }
     add(l, &q8_shapes[3], QL_FORMAT_NVFP4, QL_PREC_Q8, 7, CODES, SOUND);
+    /* Rows long enough for copies ahead of dp4a: slices that end inside a chunk of 512 columns, parts of a row that begin
+     * between two pieces of 16 bytes. */
+    static const shape long_rows[] = {
+        {"n70.k4096", 70, 4096, 1, 0, 4096, 1, {0, 70}},
+        {"n21.k4352.s2", 21, 4352, 2, 0, 4352, 1, {0, 21}},
+        {"n37.k8704.s4", 37, 8704, 4, 0, 8704, 1, {0, 37}},
+        {"n19.k17408.s8", 19, 17408, 8, 0, 17408, 1, {0, 19}},
+    };
+    for (size_t s = 0; s < sizeof long_rows / sizeof *long_rows; s++) {
+        add_q8(l, &long_rows[s], "dp4a", 1, NORMAL);
+        add_q8(l, &long_rows[s], "dp4a", 3, CODES);
+        add_q8(l, &long_rows[s], "wide", 130, NORMAL);
+    }
     add_q8(l, &q8_shapes[1], "wide", 3, NORMAL)->must_fail = true; /* slices of 80: refused */
     for (int32_t f = QL_FORMAT_FP8_CHANNEL; f <= QL_FORMAT_FP8_BLOCK; f++) {
         add(l, &tiles, f, QL_PREC_Q8, 65, NORMAL, SOUND);
