@@ -103,12 +103,15 @@ __device__ __forceinline__ float x_factor(float most, enum x_mode mode, float *b
     return scale_to_f16(most, back);
 }
 
-/* Pairs 0..3 of an NVFP4 word, times 2^-14. */
+/* Pairs 0..3 of an NVFP4 word, times 2^-14. Signs and magnitudes of the last two are apart by other distances than f16 has them:
+ * a product with two powers of two moves both at once, which is an instruction less than two shifts. What else it moves, and
+ * carries of that, end below the bits that are kept. */
 __device__ __forceinline__ void e2m1_pairs(uint32_t w, uint32_t h[4]) {
-    h[0] = w & 0x8e008e00u;
-    h[1] = (w << 3) & 0x8e008e00u;
-    h[2] = ((w << 1) & 0x80008000u) | ((w << 6) & 0x0e000e00u);
-    h[3] = ((w << 2) & 0x80008000u) | ((w << 9) & 0x0e000e00u);
+    constexpr uint32_t KEPT = 0x8e008e00u;
+    h[0] = w & KEPT;
+    h[1] = (w << 3) & KEPT;
+    h[2] = ((w & 0x40384038u) * ((1u << 1) + (1u << 6))) & KEPT;
+    h[3] = ((w & 0x20072007u) * ((1u << 2) + (1u << 9))) & KEPT;
 }
 
 /* The two group scales of a lane as f16 pairs {s, s}, times 2^6: with the codes' 2^-14 a weight is times 2^-8. */
