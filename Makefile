@@ -170,7 +170,7 @@ $(B)/qlane: $(CLI_OBJ) $(B)/libqlane.a
 	$(Q)$(CC) $(LDFLAGS) $^ $(LIBS) -o $@
 
 # ---- programs of tests, bench and examples: one source file each, helpers from an archive -------------------------------
-MODEL_HELP := $(patsubst %,tests/model/%.c,common bits plant)
+MODEL_HELP := $(patsubst %,tests/model/%.c,common bits plant sense)
 HELPER_SRC := $(sort $(filter-out tests/kcheck.c,$(wildcard tests/*.c tests/cases/*.c)) $(MODEL_HELP))
 $(B)/libhelp.a: $(HELPER_SRC:%.c=$(B)/obj/%.o)
 	$(call say,AR,$@)
