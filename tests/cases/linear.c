@@ -177,6 +177,11 @@ static void list(kc_list *l) {
         add(l, &long_slice, f, QL_PREC_BF16, 16, NORMAL, SOUND);
         add(l, &long_slice, f, QL_PREC_FP8, 16, NORMAL, SOUND);
     }
+    /* FP8 matrix instructions, which want slices of 128, in few enough steps that no stage of their ring is used twice. */
+    static const shape few_steps = {"n33.k512.s4", 33, 512, 4, 0, 512, 1, {0, 33}};
+    for (int32_t f = QL_FORMAT_FP8_CHANNEL; f <= QL_FORMAT_FP8_BLOCK; f++) {
+        add(l, &few_steps, f, QL_PREC_FP8, 16, NORMAL, SOUND);
+    }
     static const shape all_codes = {"n127.k256", 127, 256, 1, 0, 256, 1, {0, 127}};
     for (int32_t f = QL_FORMAT_FP8_CHANNEL; f < QL_FORMAT_COUNT; f++) {
         add(l, &all_codes, f, QL_PREC_EXACT, 1, CODES, SOUND);
