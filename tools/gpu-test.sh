@@ -237,8 +237,8 @@ small="linear.nvfp4.exact.gen.t3.n33.k256.s4.normal linear.nvfp4.bf16.prompt.t16
     attention.prec-bf16.bf16.normal.h2at0.g2.130at0 attention.prec-bf16.fp8.normal.h5at4
     model.chains sample.topk.t3.v8.lane0of1.k5.cap8.ties sample.chain.t12.v9.lane0of1.k7.cap7.ties.one.f-1"
 
-# And some whose rings of stages go round. racecheck takes these for races: it does not see that a warp's barrier orders its lanes
-# when one of them arrives for all.
+# And some whose rings of stages go round, which racecheck reports. It does not see that a warp's barrier orders its lanes when one
+# of them arrives for all, as a few lines with that pattern and nothing else show; that it is this, and this alone, is not proved.
 rounds="linear.fp8-channel.fp8.prompt.t65.n300.k1024.s8.normal linear.fp8-block.fp8.prompt.t65.n300.k1024.s8.normal
     linear.fp8-block.bf16.prompt.t16.n20.k5632.normal linear.fp8-channel.fp8.prompt.t16.n20.k5632.normal"
 
