@@ -76,7 +76,7 @@ typedef struct ql_weight {
     void *data;  /* codes in the device's layout; plain formats row-major, as in the file */
     void *scale; /* FP8_CHANNEL f32 [n]; FP8_BLOCK f32 [row blocks][col blocks]; NVFP4 E4M3 [n][k/16] */
     uint64_t weight_bytes, scale_bytes; /* held */
-    float max_abs;                      /* upper bound of |w| from the scales; 0 for plain formats */
+    float max_abs;                      /* of plain formats the largest |w|, else its upper bound from the scales */
 } ql_weight;
 
 typedef struct ql_linear_args {

@@ -33,8 +33,8 @@
  *             tokenizer are immutable after open and may be shared freely.
  *   Process   The library installs no signal handler, never exits, never writes to stdout or stderr, keeps no mutable
  *             global state, and leaves the calling thread's current CUDA device as it found it.
- *   Growth    Structs that callers fill start with `size`; get them from their _default function, so that fields
- *             added later keep their defaults in programs compiled earlier.
+ *   Growth    Structs that callers fill start with `size`; get them from their _default function, which sets it. Fields may
+ *             be added from version to version: a struct of another size is refused, and the program wants compiling again.
  */
 #ifndef QLANE_H
 #define QLANE_H
