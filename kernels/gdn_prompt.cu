@@ -599,8 +599,12 @@ ql_status ql_gdn_prompt_cuda(ql_dev *dev, const ql_batch &b, const struct heads 
     struct key_chunk *keys = (struct key_chunk *)((uint8_t *)dev->scratch + values_bytes);
     QL_TRY(launch(dev, "gdn chunks", chunk_kernel, dim3((unsigned)h.n_key, slots), 256, sizeof(struct chunk_shared), b,
                   h, values, keys));
-    /* 221 KB of shared memory a block; elsewhere half the channels and one chunk at a time, 95 KB. */
+    /* 221 KB of shared memory a block (187 of half the channels); elsewhere half the channels and one chunk at a time, 95 KB. */
     int cc = cuda(dev)->cc;
-    return cc == 90 || cc == 100 || cc == 103 ? scan<4, true>(dev, b, h, values, keys)
-                                              : scan<2, false>(dev, b, h, values, keys);
+    if (cc != 90 && cc != 100 && cc != 103) {
+        return scan<2, false>(dev, b, h, values, keys);
+    }
+    /* Few heads leave SMs idle: blocks of half the channels, each warp with a scheduler for itself. */
+    return (int64_t)h.n_value * b.n_seg * (D / 32) <= cuda(dev)->n_sm ? scan<2, true>(dev, b, h, values, keys)
+                                                                      : scan<4, true>(dev, b, h, values, keys);
 }
