@@ -183,7 +183,7 @@ FUZZ := $(REPLAY:$(B)/replay/%=$(B)/fuzz/%)
 BENCH := $(patsubst bench/%.c,$(B)/%,$(sort $(wildcard bench/*.c)))
 EXAMPLES := $(patsubst examples/%.c,$(B)/examples/%,$(sort $(wildcard examples/*.c)))
 KCHECK := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/kcheck.c))
-GPU := $(if $(HAVE_CUDA),$(B)/gpu/gate $(B)/gpu/collectives $(B)/gpu/chain $(B)/gpu/lanes)
+GPU := $(if $(HAVE_CUDA),$(B)/gpu/gate $(B)/gpu/collectives $(B)/gpu/chain $(B)/gpu/fused $(B)/gpu/lanes)
 
 comma := ,
 define link

@@ -1,8 +1,9 @@
 /* chain: ops in a row that a device may run as one.
  *
  * A generation step is a few hundred small ops, each waiting for the one before it. A device that can keep its weights
- * flowing across the edges between them takes the ops as a list. `chain` runs as many leading ops of the list as it can and
- * says how many; the caller runs the next one by itself and offers the rest again.
+ * flowing across the edges between them takes the ops as a list. So does one that can spare prompt rows a way to memory and back
+ * between two ops. `chain` runs as many leading ops of the list as it can and says how many; the caller runs the next one by
+ * itself and offers the rest again.
  *
  * The result is bit for bit that of the ops one by one, with one difference: what an op of the run hands to a later op of the
  * same run need not reach memory (the normed row, gate and up, raw convolution inputs, the recurrence's output before its

@@ -45,14 +45,20 @@ void *ql_cuda_stream(const ql_dev *dev);
 /* What the chains of all lanes of an engine share, so that they can add across lanes (chain.h); pointers as this lane's kernels
  * use them. A kernel that waits for another lane looks at `let_go`, and after wait_ns gives up: it writes 1 + that lane, or
  * QL_CUDA_LET_GO, to `gave_up` and runs on without waiting, its results good for nothing. */
-enum { QL_CUDA_MAX_LANES = 8, QL_CUDA_EXCHANGE_BYTES = (3 << 19) + 256 };
+enum { QL_CUDA_MAX_LANES = 8, QL_CUDA_EXCHANGE_BYTES = (3 << 19) + 256, QL_CUDA_INBOX_FLAGS = 16384 };
 #define QL_CUDA_LET_GO 0xffffffffu
 typedef struct ql_cuda_exchange {
     int32_t lane, n_lane;
     int32_t n_sm;                  /* of the GPU that has the fewest: all lanes cut their work alike */
     void *room[QL_CUDA_MAX_LANES]; /* of each lane, on its GPU: QL_CUDA_EXCHANGE_BYTES, zeros */
-    uint32_t *let_go, *gave_up;    /* in host memory */
+    /* Prompt rows (cuda/push.cuh): of each lane, on its GPU, room for a part of every other lane, inbox_bytes each, the next lane's
+     * first; and flags that begin as zeros: [n_lane][QL_CUDA_INBOX_FLAGS]. */
+    void *inbox[QL_CUDA_MAX_LANES];
+    uint32_t *inbox_flag[QL_CUDA_MAX_LANES];
+    uint64_t inbox_bytes;
+    uint32_t *let_go, *gave_up; /* in host memory */
     uint64_t wait_ns;
+    uint32_t n_pushed; /* sums of prompt rows so far */
 } ql_cuda_exchange;
 
 /* On the lane's thread, for all lanes or none, between ops: from now on chains add across lanes by themselves; n_lane 0: no more.
@@ -63,6 +69,11 @@ bool ql_cuda_connect_chains(ql_dev *dev, const ql_cuda_exchange *exchange);
  * first + r. rounds at most QL_CUDA_CHAIN_ROUNDS, n at most QL_CUDA_CHAIN_ELEMENTS. */
 enum { QL_CUDA_CHAIN_ROUNDS = 8, QL_CUDA_CHAIN_ELEMENTS = 8192 };
 ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t rounds, uint32_t first);
+
+/* One sum of prompt rows, sent and added as products and norms do it (cuda/push.cuh), on all lanes at once: x[i] += the sum of all lanes'
+ * own[i], i < rows * QL_CUDA_PUSH_WIDTH. rows at most 16,384, and what an inbox holds. */
+enum { QL_CUDA_PUSH_WIDTH = 1024 };
+ql_status ql_cuda_prove_push(ql_dev *dev, const float *own, float *x, int32_t rows);
 
 /* A decode step as a graph: everything called between begin and end is recorded instead of run. Capture is local to
  * the thread, so that other threads of the program may use CUDA meanwhile. `graph` is an executable graph, launched on

@@ -9,7 +9,7 @@
  * The choice depends on format, phase, precision and the slice's length, which are the same at any lane count and for
  * any number of rows; so is each kernel's order of additions.
  */
-#include "kernels/cuda/linear.cuh"
+#include "kernels/cuda/prompt.cuh"
 
 /* ---- prepared activations ---------------------------------------------------------------------------------------- */
 
@@ -345,8 +345,11 @@ static bool has_tensor_path(const ql_dev *dev, const ql_linear_args *a, enum x_m
            (w->format == QL_FORMAT_F16 || (w->format == QL_FORMAT_BF16 && cuda(dev)->cc >= 80));
 }
 
-/* n products of one format and x. */
-static ql_status run_tensor(ql_dev *dev, const ql_linear_args *a, int32_t n, enum x_mode mode) {
+static struct x_source stored(const ql_linear_args *a) { return x_source{X_STORED, a->x, NULL, NULL, a->ldx, 0.0f}; }
+
+/* n products of one format and x; from, to: as ql_linear_prompt_cuda. */
+static ql_status run_tensor(ql_dev *dev, const ql_linear_args *a, int32_t n, enum x_mode mode,
+                            const struct x_source &from, const struct push *to) {
     const ql_weight *w = a->w;
     struct products p {};
     p.k = w->k;
@@ -367,8 +370,11 @@ static ql_status run_tensor(ql_dev *dev, const ql_linear_args *a, int32_t n, enu
                              one->row_off,
                              one->col_off};
     }
+    if (a->phase == QL_PHASE_PROMPT && ql_linear_is_narrow(dev, a)) {
+        return ql_linear_narrow_cuda(dev, a, &p);
+    }
     if (a->phase == QL_PHASE_PROMPT) {
-        return ql_linear_prompt_cuda(dev, a, mode, &p);
+        return ql_linear_prompt_cuda(dev, a, mode, from, to, &p);
     }
     for (int t = 0; t < a->n_row; t += SMALL_MAX_ROWS) {
         int rows = a->n_row - t < SMALL_MAX_ROWS ? a->n_row - t : SMALL_MAX_ROWS;
@@ -435,7 +441,18 @@ static ql_status run_one(ql_dev *dev, const ql_linear_args *a) {
     return launch(dev, "linear", any_kernel, dim3((unsigned)ceil_div(w->n, 8), gy), 256, 0, p, (int)precision);
 }
 
-ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n) {
+/* How many products from a[0] on one launch takes as those of tensor cores. */
+static int32_t tensor_group(const ql_dev *dev, const ql_linear_args *a, int32_t n) {
+    int32_t m = 1;
+    while (m < MAX_TARGETS && m < n && same_family(a[0].w->format, a[m].w->format) &&
+           a[0].w->col_off == a[m].w->col_off && ql_linear_is_narrow(dev, &a[0]) == ql_linear_is_narrow(dev, &a[m])) {
+        m++;
+    }
+    return m;
+}
+
+/* prepared: of the first launch. */
+static ql_status run_group(ql_dev *dev, const ql_linear_args *a, int32_t n, bool prepared) {
     for (int32_t i = 0; i < n; i++) {
         QL_TRY(check_args(dev, &a[i]));
     }
@@ -448,17 +465,39 @@ ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n) 
             }
             QL_TRY(ql_linear_q8_cuda(dev, &a[i], m));
         } else if (has_tensor_path(dev, &a[i], &mode)) {
-            while (m < MAX_TARGETS && i + m < n && same_family(a[i].w->format, a[i + m].w->format) &&
-                   a[i].w->col_off == a[i + m].w->col_off) {
-                m++;
-            }
-            QL_TRY(run_tensor(dev, &a[i], m, mode));
+            struct x_source from = stored(&a[i]);
+            from.kind = prepared && i == 0 ? X_PREPARED : X_STORED;
+            m = tensor_group(dev, &a[i], n - i);
+            QL_TRY(run_tensor(dev, &a[i], m, mode, from, NULL));
         } else {
             QL_TRY(run_one(dev, &a[i]));
         }
         i += m;
     }
     return QL_OK;
+}
+
+ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n) { return run_group(dev, a, n, false); }
+
+ql_status ql_linear_group_prepared_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n) {
+    return run_group(dev, a, n, true);
+}
+
+bool ql_linear_group_place(ql_dev *dev, const ql_linear_args *a, int32_t n, struct prepared_x *x, bool *stored) {
+    enum x_mode mode;
+    *stored = tensor_group(dev, a, n) < n;
+    return a->phase == QL_PHASE_PROMPT && a->n_row > 0 && a->n_slice == 1 && !is_q8(a) &&
+           has_tensor_path(dev, a, &mode) && !ql_linear_is_narrow(dev, a) && ql_linear_prompt_place(dev, a, mode, x);
+}
+
+ql_status ql_linear_fused_cuda(ql_dev *dev, const ql_linear_args *a, const struct x_source *from, const struct push *to,
+                               bool *taken) {
+    enum x_mode mode;
+    QL_TRY(check_args(dev, a));
+    *taken = a->phase == QL_PHASE_PROMPT && a->n_row > 0 && !is_q8(a) && has_tensor_path(dev, a, &mode) &&
+             (!from || from->kind != X_GATED_NORM || a->w->k / a->n_slice % 128 == 0) &&
+             (!to || ql_linear_prompt_can_push(dev, a, mode));
+    return *taken ? run_tensor(dev, a, 1, mode, from ? *from : stored(a), to) : QL_OK;
 }
 
 ql_status ql_linear_cuda(ql_dev *dev, const ql_linear_args *a) { return ql_linear_group_cuda(dev, a, 1); }

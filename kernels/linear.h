@@ -70,6 +70,7 @@ typedef struct ql_weight_src {
 typedef struct ql_weight {
     ql_qformat format;
     int32_t n, k;
+    int32_t full_n, full_k;   /* of the whole matrix */
     int32_t row_off, col_off; /* FP8_BLOCK: where in its 128-block the first row and column lie */
     bool records; /* NVFP4: what data holds are records of q8.h, scales among them; scale is NULL. Never on the host */
     float factor;

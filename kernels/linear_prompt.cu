@@ -10,7 +10,7 @@
  * Blocks are persistent: a block walks over tiles, neighbours share weight rows. The number of columns of a tile depends on
  * how many there are; a column's bits do not. Eight warps of 32 weight rows, mma.m16n8k16, x by cp.async.
  */
-#include "kernels/cuda/prompt.cuh"
+#include "kernels/cuda/prepare.cuh"
 
 enum { BM = 128, BK = 64, STAGES = 4 };
 
@@ -18,77 +18,105 @@ enum { BM = 128, BK = 64, STAGES = 4 };
 
 /* Block (slice, row). A thread makes 16-byte chunks. kt: columns of a weight tile; n_col: columns of x in all; unit: what
  * the weights in registers are multiplied with to be themselves. Clears n_flag flags for the product. */
-enum {
-    X_THREADS = 128,
-    X_KEEP = 5
-}; /* chunks of a slice that stay in registers between their largest and the result */
+enum { X_THREADS = 128 };
 
-template <bool X8>
-__global__ void __launch_bounds__(X_THREADS)
-    prepare_prompt_x(const float *x, int64_t ldx, int ks, enum x_mode mode, int kt, int n_col, float unit, uint8_t *xs,
-                     float *xscale, int xscale_ld, uint32_t *flag, int n_flag) {
-    constexpr int N = X8 ? 16 : 8, STEP = 8 * N; /* numbers of a chunk and of a step */
+/* Chunks of a slice that stay in registers between their largest and the result. */
+template <bool X8, enum x_source_kind KIND>
+constexpr int x_keep = KIND == X_STORED   ? (X8 ? 3 : 5)
+                       : KIND == X_SWIGLU ? (X8 ? 2 : 3)
+                                          : 1;
+
+/* Blocks an SM: those of a gated norm have little work and much to wait for. */
+template <bool X8, enum x_source_kind KIND> constexpr int x_blocks = KIND != X_GATED_NORM ? (X8 ? 5 : 8) : X8 ? 8 : 12;
+
+template <enum x_mode MODE, enum x_source_kind KIND>
+__global__ void __launch_bounds__(X_THREADS, x_blocks<MODE == X_E4M3, KIND>)
+    prepare_prompt_x(struct x_source src, int ks, int kt, int n_col, float unit, uint8_t *xs, float *xscale,
+                     int xscale_ld, uint32_t *flag, int n_flag) {
+    using chunk_t = x_chunk<MODE>;
+    constexpr int N = chunk_t::N, KEEP = x_keep<chunk_t::X8, KIND>;
+    constexpr bool MADE = KIND != X_STORED;
     __shared__ float part[X_THREADS / 32];
+    extern __shared__ float head_scale[]; /* GATED_NORM: of each head of the slice */
     after_previous();
     int slice = blockIdx.x, row = blockIdx.y;
     for (int i = (row * gridDim.x + slice) * X_THREADS + threadIdx.x; i < n_flag;
          i += gridDim.x * gridDim.y * X_THREADS) {
         flag[i] = 0;
     }
-    const float *from = x + row * ldx + (int64_t)slice * ks;
-    bool aligned = ldx % 4 == 0 && (uintptr_t)x % 16 == 0;
-    /* Chunk q: of lane c of the weight layout, for each c, a run of 2 numbers (4 where X8). */
-    auto load = [&](int q, float v[N]) {
-        int in = q % 8, at = q / 8 * STEP, apart = kt / 4;
-        if (X8) {
-            at += in / 2 * 32 + in % 2 * 4;
-        } else if (kt == 64) {
-            at += in * 2;
-        } else {
-            at += in / 4 * 32 + in % 4 * 2;
+    int64_t first = row * src.ld + (int64_t)slice * ks, step = (int64_t)slice * (ks / chunk_t::STEP);
+    bool aligned = src.ld % 4 == 0 && ((uintptr_t)src.x | (uintptr_t)src.with | (uintptr_t)src.w) % 16 == 0;
+    auto load = [&](const float *from, int q, chunk_t &v) { v.load([&](int i) { return from + i; }, q, kt, aligned); };
+    /* v = the op's result for chunk q, of its two operands. */
+    auto make = [&](int q, chunk_t &v, const chunk_t &u) {
+        chunk_t w;
+        float scale = 1.0f;
+        if (KIND == X_GATED_NORM) {
+            w.load([&](int i) { return src.w + i % 128; }, q, kt, aligned);
+            scale = head_scale[chunk_t::begin(q, kt) / 128];
         }
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const float *f = from + at + c * apart;
-            if (X8) {
-                float4 u = aligned ? *(const float4 *)f : make_float4(f[0], f[1], f[2], f[3]);
-                v[c * 4 % N] = u.z; /* the order that e4m3_codes leaves weights in */
-                v[(c * 4 + 1) % N] = u.x;
-                v[(c * 4 + 2) % N] = u.w;
-                v[(c * 4 + 3) % N] = u.y;
-            } else {
-                float2 u = aligned ? *(const float2 *)f : make_float2(f[0], f[1]);
-                v[c * 2 % N] = u.x;
-                v[(c * 2 + 1) % N] = u.y;
-            }
+        for (int i = 0; i < N; i++) {
+            v.v[i] = KIND == X_SWIGLU ? silu(v.v[i]) * u.v[i] : ((v.v[i] * scale) * w.v[i]) * silu(u.v[i]);
+        }
+    };
+    auto whole = [&](int q, chunk_t &v) {
+        load(src.x + first, q, v);
+        if (MADE) {
+            chunk_t u;
+            load(src.with + first, q, u);
+            make(q, v, u);
         }
     };
     int chunks = ks / N;
-    float kept[X_KEEP][N], most = 0.0f, up = 1.0f;
-    auto larger = [&](const float v[N]) {
+    chunk_t kept[KEEP], other[MADE ? KEEP : 1];
+    float most = 0.0f, up = 1.0f;
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            most = larger_x(most, v[i], mode);
-        }
-    };
-#pragma unroll
-    for (int j = 0; j < X_KEEP; j++) {
+    for (int j = 0; j < KEEP; j++) { /* all loads before the first use */
         int q = j * X_THREADS + threadIdx.x;
         if (q < chunks) {
-            load(q, kept[j]);
-        }
-    }
-    if (mode != X_BF16) {
-#pragma unroll
-        for (int j = 0; j < X_KEEP; j++) {
-            if (j * X_THREADS + threadIdx.x < chunks) {
-                larger(kept[j]);
+            load(src.x + first, q, kept[j]);
+            if (MADE) {
+                load(src.with + first, q, other[MADE ? j : 0]);
             }
         }
-        for (int q = X_KEEP * X_THREADS + threadIdx.x; q < chunks; q += X_THREADS) {
-            float v[N];
-            load(q, v);
-            larger(v);
+    }
+    if (KIND == X_GATED_NORM) { /* as gated_norm_kernel */
+        int lane = threadIdx.x & 31;
+        for (int h = threadIdx.x >> 5; h < ks / 128; h += X_THREADS / 32) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float v = src.x[first + h * 128 + lane + 32 * j];
+                sum = fmaf(v, v, sum);
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) {
+                head_scale[h] = 1.0f / sqrtf(sum / 128.0f + src.eps);
+            }
+        }
+        __syncthreads();
+    }
+    if (MADE) {
+#pragma unroll
+        for (int j = 0; j < KEEP; j++) {
+            int q = j * X_THREADS + threadIdx.x;
+            if (q < chunks) {
+                make(q, kept[j], other[MADE ? j : 0]);
+            }
+        }
+    }
+    if (MODE != X_BF16) {
+#pragma unroll
+        for (int j = 0; j < KEEP; j++) {
+            if (j * X_THREADS + threadIdx.x < chunks) {
+                most = kept[j].larger(most);
+            }
+        }
+        for (int q = KEEP * X_THREADS + threadIdx.x; q < chunks; q += X_THREADS) {
+            chunk_t v;
+            whole(q, v);
+            most = v.larger(most);
         }
         most = warp_max(most);
         if ((threadIdx.x & 31) == 0) {
@@ -97,66 +125,22 @@ __global__ void __launch_bounds__(X_THREADS)
         __syncthreads();
         most = warp_max(part[threadIdx.x & (X_THREADS / 32 - 1)]);
         float back;
-        up = x_factor(most, mode, &back);
+        up = x_factor(most, MODE, &back);
         if (threadIdx.x == 0) {
             xscale[(int64_t)slice * xscale_ld + row] = back * unit;
         }
     }
-    auto place = [&](int col, int q) {
-        int64_t step = (int64_t)slice * (ks / STEP) + q / 8;
-        return (uint4 *)(xs + (step * n_col + col) * 128 + ((q ^ col) & 7) * 16);
-    };
-    auto put = [&](int q, const float v[N]) {
-        uint32_t w[4], rest[4];
-        if (X8) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                w[i] = 0;
-#pragma unroll
-                for (int b = 0; b < 4; b++) {
-                    w[i] |= e4m3_of_f32(v[(4 * i + b) % N] / up) << 8 * b;
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4 && !X8; i++) {
-            float u[2] = {v[2 * i], v[2 * i + 1]};
-            if (mode == X_BF16) {
-                w[i] = __float_as_uint(round_bf16(u[0])) >> 16 | (__float_as_uint(round_bf16(u[1])) & 0xffff0000u);
-                continue;
-            }
-            float r[2];
-            uint16_t h[2];
-#pragma unroll
-            for (int b = 0; b < 2; b++) {
-                float f = mode == X_E4M3_AS_F16   ? f32_of_e4m3(e4m3_of_f32(u[b] / up))
-                          : mode == X_BF16_AS_F16 ? round_bf16(u[b]) * up
-                                                  : u[b] * up;
-                __half hi = __float2half_rn(f);
-                h[b] = __half_as_ushort(hi);
-                r[b] = fabsf(f) <= 65504.0f ? (f - __half2float(hi)) * 2048.0f : 0.0f; /* infinity, NaN: hi */
-            }
-            w[i] = h[0] | (uint32_t)h[1] << 16;
-            rest[i] = pack_f16x2(r[0], r[1]);
-        }
-        if (mode == X_F16X2) {
-            *place(2 * row, q) = make_uint4(w[0], w[1], w[2], w[3]);
-            *place(2 * row + 1, q) = make_uint4(rest[0], rest[1], rest[2], rest[3]);
-        } else {
-            *place(row, q) = make_uint4(w[0], w[1], w[2], w[3]);
-        }
-    };
-#pragma unroll
-    for (int j = 0; j < X_KEEP; j++) {
+    for (int j = 0; j < KEEP; j++) {
         int q = j * X_THREADS + threadIdx.x;
         if (q < chunks) {
-            put(q, kept[j]);
+            kept[j].put(up, xs, n_col, step, row, q);
         }
     }
-    for (int q = X_KEEP * X_THREADS + threadIdx.x; q < chunks; q += X_THREADS) {
-        float v[N];
-        load(q, v);
-        put(q, v);
+    for (int q = KEEP * X_THREADS + threadIdx.x; q < chunks; q += X_THREADS) {
+        chunk_t v;
+        whole(q, v);
+        v.put(up, xs, n_col, step, row, q);
     }
 }
 
@@ -408,44 +392,118 @@ size_t ql_linear_prompt_scratch(int64_t hidden, int64_t max_row, int64_t k) {
     return x_bytes(max_row, 1, k) + work_bytes_of(hidden, max_row);
 }
 
-ql_status ql_linear_prompt_cuda(ql_dev *dev, const ql_linear_args *a, enum x_mode mode, struct products *p) {
-    ql_qformat format = a->w->format;
-    bool hopper = cuda(dev)->cc == 90;
-    if (mode == X_E4M3_AS_F16 && hopper && p->ks % 128 == 0 && a->w->col_off % 128 == 0) {
-        mode = X_E4M3;
-    }
-    int elem = mode == X_E4M3 ? 1 : 2;
-    /* as many rows at a time as leave the tree its room */
-    size_t tree = p->n_slice > 1 ? work_bytes_of(1, 1) : 0;
-    tree = p->n_slice > 1 && dev->scratch_bytes / 2 > tree ? dev->scratch_bytes / 2 : tree;
-    int64_t most = 32768, pad = COL_PAD / p->x_cols;
-    while (most > pad && x_bytes(most, p->x_cols, p->k) + tree > dev->scratch_bytes) {
+/* Where x lies in scratch, prepared, and what is behind it. */
+struct x_place {
+    struct prepared_x x;
+    uint32_t *flag;
+    int64_t used;
+};
+
+static struct x_place place_of(ql_dev *dev, int64_t rows, int x_cols, int k, enum x_mode mode, ql_qformat format) {
+    struct x_place p;
+    p.x.mode = mode;
+    p.x.kt = tile_k(format);
+    p.x.n_col = (int)(ceil_div(rows * x_cols, COL_PAD) * COL_PAD);
+    p.x.scale_ld = (int)(ceil_div(rows, COL_PAD) * COL_PAD);
+    p.x.unit = is_plain(format) || mode == X_E4M3 ? 1.0f : WEIGHT_UNIT;
+    p.x.xs = (uint8_t *)dev->scratch;
+    p.x.scale = (float *)(p.x.xs + round_256((size_t)p.x.n_col * (size_t)k * 2));
+    p.used = (int64_t)x_bytes(rows, x_cols, k);
+    p.flag = (uint32_t *)(p.x.xs + p.used - PROMPT_FLAGS * 4);
+    return p;
+}
+
+template <enum x_mode MODE, enum x_source_kind KIND>
+static ql_status prepare(ql_dev *dev, struct x_source from, const struct products *p, const struct prepared_x &x,
+                         int n_flag) {
+    size_t shared = KIND == X_GATED_NORM ? (size_t)p->ks / 128 * sizeof(float) : 0;
+    return launch(dev, "linear: activations", prepare_prompt_x<MODE, KIND>,
+                  dim3((unsigned)p->n_slice, (unsigned)p->n_row), X_THREADS, shared, from, p->ks, x.kt, x.n_col, x.unit,
+                  x.xs, x.scale, x.scale_ld, p->flag, n_flag);
+}
+
+template <enum x_source_kind KIND>
+static ql_status prepare_as(ql_dev *dev, struct x_source from, const struct products *p, const struct prepared_x &x,
+                            int n_flag) {
+    auto with = x.mode == X_F16X2         ? prepare<X_F16X2, KIND>
+                : x.mode == X_F16         ? prepare<X_F16, KIND>
+                : x.mode == X_E4M3_AS_F16 ? prepare<X_E4M3_AS_F16, KIND>
+                : x.mode == X_BF16        ? prepare<X_BF16, KIND>
+                : x.mode == X_E4M3        ? prepare<X_E4M3, KIND>
+                                          : prepare<X_BF16_AS_F16, KIND>;
+    return with(dev, from, p, x, n_flag);
+}
+
+/* As many rows at a time as leave the tree its room. */
+static int64_t rows_at_a_time(const ql_dev *dev, int x_cols, int k, int n_slice) {
+    size_t tree = n_slice > 1 ? work_bytes_of(1, 1) : 0;
+    tree = n_slice > 1 && dev->scratch_bytes / 2 > tree ? dev->scratch_bytes / 2 : tree;
+    int64_t most = 32768, pad = COL_PAD / x_cols;
+    while (most > pad && x_bytes(most, x_cols, k) + tree > dev->scratch_bytes) {
         most -= pad;
     }
+    return most;
+}
+
+/* FP8 numbers on both sides where there are instructions for that and slices are whole blocks. */
+static enum x_mode prompt_mode(const ql_dev *dev, const ql_linear_args *a, enum x_mode mode) {
+    bool e4m3 =
+        mode == X_E4M3_AS_F16 && cuda(dev)->cc == 90 && a->w->k / a->n_slice % 128 == 0 && a->w->col_off % 128 == 0;
+    return e4m3 ? X_E4M3 : mode;
+}
+
+static bool at_once(const ql_dev *dev, const ql_linear_args *a, enum x_mode mode) {
+    return a->n_row <= rows_at_a_time(dev, mode == X_F16X2 ? 2 : 1, a->w->k, a->n_slice);
+}
+
+bool ql_linear_prompt_can_push(const ql_dev *dev, const ql_linear_args *a, enum x_mode mode) {
+    const ql_weight *w = a->w;
+    int64_t flags = ceil_div(a->n_row, PUSH_ROWS) * (w->n / PUSH_COLS) * PUSHERS;
+    return cuda(dev)->cc == 90 && !is_plain(w->format) && w->n % (2 * PUSH_COLS) == 0 && a->ldy == w->n &&
+           (uintptr_t)a->y % 16 == 0 && flags < QL_CUDA_INBOX_FLAGS && at_once(dev, a, mode);
+}
+
+bool ql_linear_prompt_place(ql_dev *dev, const ql_linear_args *a, enum x_mode mode, struct prepared_x *x) {
+    mode = prompt_mode(dev, a, mode);
+    *x = place_of(dev, a->n_row, mode == X_F16X2 ? 2 : 1, a->w->k, mode, a->w->format).x;
+    return a->n_slice == 1 && at_once(dev, a, mode);
+}
+
+ql_status ql_linear_prompt_cuda(ql_dev *dev, const ql_linear_args *a, enum x_mode mode, const struct x_source &from,
+                                const struct push *to, struct products *p) {
+    ql_qformat format = a->w->format;
+    bool hopper = cuda(dev)->cc == 90;
+    mode = prompt_mode(dev, a, mode);
+    int64_t most = rows_at_a_time(dev, p->x_cols, p->k, p->n_slice);
     if (x_bytes(most, p->x_cols, p->k) > dev->scratch_bytes) {
         return ql_fail(dev->err, QL_ERR_INTERNAL, "linear: scratch of %zu bytes does not hold a row of %d",
                        dev->scratch_bytes, p->k);
     }
     for (int t = 0; t < a->n_row; t += (int)most) {
         int rows = a->n_row - t < most ? a->n_row - t : (int)most;
-        int64_t n_col = ceil_div((int64_t)rows * p->x_cols, COL_PAD) * COL_PAD, used = 0;
-        uint8_t *xs = (uint8_t *)dev->scratch;
-        float *xscale = (float *)(xs + round_256((size_t)n_col * (size_t)p->k * 2));
-        used = (int64_t)x_bytes(rows, p->x_cols, p->k);
-        p->flag = (uint32_t *)(xs + used - PROMPT_FLAGS * 4);
-        p->xs = (const uint16_t *)xs;
-        p->xscale = mode == X_BF16 ? NULL : xscale;
-        p->xscale_ld = (int)(ceil_div(rows, COL_PAD) * COL_PAD);
+        struct x_place at = place_of(dev, rows, p->x_cols, p->k, mode, format);
+        uint8_t *work = at.x.xs + at.used;
+        size_t work_bytes = dev->scratch_bytes - (size_t)at.used;
+        p->flag = at.flag;
+        p->xs = (const uint16_t *)at.x.xs;
+        p->xscale = mode == X_BF16 ? NULL : at.x.scale;
+        p->xscale_ld = at.x.scale_ld;
         p->n_row = rows;
-        QL_TRY(launch(dev, "linear: activations", elem == 1 ? prepare_prompt_x<true> : prepare_prompt_x<false>,
-                      dim3((unsigned)a->n_slice, (unsigned)rows), X_THREADS, 0, a->x + t * a->ldx, a->ldx, p->ks, mode,
-                      tile_k(format), (int)n_col, is_plain(format) || elem == 1 ? 1.0f : WEIGHT_UNIT, xs, xscale,
-                      p->xscale_ld, p->flag, hopper && p->n_slice > 1 ? PROMPT_FLAGS : 0));
+        struct x_source here = from;
+        here.x += t * from.ld;
+        here.with += from.with ? t * from.ld : 0;
+        int n_flag = hopper && p->n_slice > 1 ? PROMPT_FLAGS : 0;
+        auto prepare_of = from.kind == X_SWIGLU       ? prepare_as<X_SWIGLU>
+                          : from.kind == X_GATED_NORM ? prepare_as<X_GATED_NORM>
+                                                      : prepare_as<X_STORED>;
+        if (from.kind != X_PREPARED) {
+            QL_TRY(prepare_of(dev, here, p, at.x, n_flag));
+        }
         if (hopper) {
-            QL_TRY(ql_linear_prompt_sm90(dev, p, format, elem == 1, xs + used, dev->scratch_bytes - (size_t)used));
+            QL_TRY(ql_linear_prompt_sm90(dev, p, format, mode == X_E4M3, work, work_bytes, to));
         } else {
-            p->stack = (float *)(xs + used);
-            QL_TRY(run_format(dev, p, format, dev->scratch_bytes - (size_t)used));
+            p->stack = (float *)work;
+            QL_TRY(run_format(dev, p, format, work_bytes));
         }
         for (int i = 0; i < p->n_target; i++) {
             p->target[i].y += rows * p->target[i].ldy;

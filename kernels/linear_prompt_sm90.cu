@@ -8,6 +8,7 @@
  *            the step before is being multiplied
  *   slices   what waits in the tree goes to scratch, thread by thread, and comes back through the stages, so that nobody
  *            waits for it
+ *   sending  a sum across lanes goes to the other lanes tile by tile, by two warps that have nothing else to do (push.cuh)
  *   parts    where there are few tiles, the slices of a tile are dealt to 2, 4 or 8 units of work, each a subtree. Whoever
  *            ends a node of the tree second adds both sides: addition commutes, so the bits do not depend on who
  *
@@ -27,8 +28,19 @@ enum { PAIR = 2, M_ROWS = 128, GROUP_THREADS = 384, RING_BYTES = 225 * 1024, MAX
 /* What a launch does: units of work, each one part of the slices of a tile of 256 weight rows and 8 NT columns. */
 struct units {
     int m_tiles, n_tiles, n_col, n_part, count;
-    float *node;    /* [tile][n_part - 1][rank] sums of the side that came first */
-    uint32_t *flag; /* [tile][n_part - 1][rank][warp] 0: nobody, 1: first side is writing, 2: first side is there */
+    int levels;       /* of a unit's slices in the tree */
+    float *node;      /* [tile][n_part - 1][rank] sums of the side that came first */
+    uint32_t *flag;   /* [tile][n_part - 1][rank][8] 0: nobody, 1: first side is writing, 2: first side is there */
+    struct push push; /* where else the result goes */
+};
+
+/* What warps that multiply and warps that send tell each other, in shared memory. */
+enum { SENDING = 4 }; /* tiles written and not yet sent */
+struct sending {
+    uint32_t first;         /* whether another unit had ended its side of a node */
+    uint32_t written[8];    /* tiles, by each warp that multiplies */
+    uint32_t sent[PUSHERS]; /* tiles */
+    int tile[SENDING];      /* -1: no more */
 };
 
 /* A stage: x in one place; in another the packed weights of 8 row tiles, the scales of NVFP4, and where a slice ends the
@@ -41,6 +53,7 @@ template <int FMT, int NT, int COLS, bool X8> struct stage_of {
     static constexpr int X_SCALES = NT * 8 / COLS * 4, W = 8 * (TILES + SCALES), REST = W + X_SCALES;
     static constexpr int COUNT = RING_BYTES / (X + REST) < MAX_STAGES ? RING_BYTES / (X + REST) : MAX_STAGES;
     static constexpr size_t SHARED = (size_t)COUNT * (X + REST) + 1024 + 256;
+    static_assert((2 * MAX_STAGES + 1) * 8 + sizeof(struct sending) <= 256, "barriers and what is behind them");
 };
 
 #if HAVE_WGMMA
@@ -164,6 +177,85 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+
+/* The warps that multiply meet. */
+__device__ __forceinline__ void multipliers_meet(void) { asm volatile("bar.sync 3, 256;" ::: "memory"); }
+
+/* By a warp that multiplies, when its part of a tile is in memory, or with -1 after its last. n: tiles that it said so of before. */
+__device__ __forceinline__ void hand_over(volatile struct sending *s, uint32_t n, int tile, int me, int lane) {
+    __syncwarp();
+    if (lane == 0) {
+        for (int i = 0; i < PUSHERS; i++) {
+            while (n - s->sent[i] >= SENDING) {
+            }
+        }
+        if (me == 0) {
+            s->tile[n % SENDING] = tile;
+        }
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        s->written[me] = n + 1;
+    }
+}
+
+/* Warp `me` of PUSHERS: sends this block's finished tiles of ROWS rows of y and 128 columns to all other lanes. */
+template <int ROWS>
+__device__ __forceinline__ void send_tiles(const struct products &p, const struct units &u, volatile struct sending *s,
+                                           int rank, int me, int lane) {
+    constexpr int AHEAD = 6; /* rows on their way, 512 bytes each */
+    const struct push &to = u.push;
+    const int ld = (int)p.target[0].ldy;
+    if (blockIdx.x == 0 && me == 0 && lane == 0) {
+        raise_flags(to, 0); /* begun */
+    }
+    for (uint32_t n = 0;; n++) {
+        while (!__all_sync(0xffffffffu, s->written[lane & 7] > n)) {
+            __nanosleep(200);
+        }
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        __syncwarp();
+        int tile = s->tile[n % SENDING];
+        if (tile < 0) {
+            return;
+        }
+        if (n == 0) {
+            if (lane < to.n_lane && lane != to.lane) {
+                await_flag(to, lane, 0);
+            }
+            __syncwarp();
+        }
+        int m = tile / u.n_tiles * PAIR + rank, row0 = tile % u.n_tiles * ROWS, rows = min(ROWS, p.n_row - row0);
+        const float *y = p.target[0].y;
+        for (int r = me * AHEAD; r < rows; r += PUSHERS * AHEAD) {
+            int at = (row0 + r) * ld + m * M_ROWS + lane * 4;
+            float4 v[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (r + i < rows) {
+                    v[i] = __ldcg((const float4 *)(y + at + i * ld));
+                }
+            }
+#pragma unroll
+            for (int l = 0; l < QL_CUDA_MAX_LANES - 1; l++) {
+                if (l < to.n_lane - 1) {
+#pragma unroll
+                    for (int i = 0; i < AHEAD; i++) {
+                        if (r + i < rows) {
+                            *(float4 *)(to.peer[l] + at + i * ld) = v[i];
+                        }
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        if (lane < ROWS / PUSH_ROWS && lane * PUSH_ROWS < rows) {
+            raise_flags(to, 1 + ((row0 / PUSH_ROWS + lane) * (ld / PUSH_COLS) + m) * PUSHERS + me);
+        }
+        __syncwarp();
+        if (lane == 0) {
+            s->sent[me] = n + 1;
+        }
+    }
+}
 #endif
 
 template <int FMT, int NT, int COLS, bool X8>
@@ -186,7 +278,13 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     uint32_t base = (shared_address(raw) + 1023) & ~1023u, rest = base + COUNT * X, full = rest + COUNT * REST,
              empty = full + COUNT * 8, pushed = empty + COUNT * 8, rank = cluster_rank();
+    volatile struct sending *sending = (struct sending *)(raw + (pushed + 8 - shared_address(raw)));
+    const bool sends = COPIERS == 1 && u.push.n_lane > 1;
     if (threadIdx.x == 0) {
+        for (int i = 0; i < 8; i++) {
+            sending->written[i] = 0;
+        }
+        sending->sent[0] = sending->sent[1] = 0;
         for (int i = 0; i < COUNT; i++) {
             barrier_init(full + 8 * i, 1 + 32 * COPIERS);
             barrier_init(empty + 8 * i, 8 * PAIR);
@@ -198,7 +296,7 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
     after_previous();
     const int tiles = (u.m_tiles + PAIR - 1) / PAIR * u.n_tiles, slice_steps = p.ks / K,
               part_slices = p.n_slice / u.n_part, n_cluster = gridDim.x / PAIR;
-    float4 *stack = (float4 *)(p.stack + (int64_t)blockIdx.x * (TREE_LEVELS * LEVEL));
+    float4 *stack = (float4 *)(p.stack + (int64_t)blockIdx.x * (u.levels * LEVEL));
     int stage = 0, phase = 0;
     auto advance = [&]() {
         if (++stage == COUNT) {
@@ -305,6 +403,8 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
                     barrier_arrive_copies(full + 8 * stage);
                 },
                 [&](int, int) { barrier_arrive(full + 8 * stage); });
+        } else if (sends) {
+            send_tiles<BN / COLS>(p, u, sending, (int)rank, warp - 2, lane);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
@@ -314,6 +414,7 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
         const int me = warp - 4, g = lane >> 2, c = lane & 3;
         uint8_t *stages = raw + (base - shared_address(raw)), *rests = stages + COUNT * X;
         int owed = 0, owed_stage = 0; /* stages that stores still read, from owed_stage on */
+        uint32_t n_written = 0;       /* tiles whose whole sum this block had */
         bool announce = false;        /* a sum was pushed that the producer waits for */
         sums_t sum;
         uint32_t a0[4][4], a1[4][4];
@@ -486,17 +587,17 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
                 width >>= 1;
                 int64_t node = ((int64_t)tile * (u.n_part - 1) + first + (side >> 1)) * PAIR + rank;
                 first += width;
-                uint32_t *flag = u.flag + node * 8 + me;
+                uint32_t *flag = u.flag + node * 8;
                 float4 *place = (float4 *)(u.node + node * LEVEL) + me * (sums_t::VECTORS * 32) + lane;
-                uint32_t was = 0;
-                if (lane == 0) {
-                    was = atomicCAS(flag, 0u, 1u);
+                if (me == 0 && lane == 0) {
+                    sending->first = atomicCAS(flag, 0u, 1u) == 0;
                 }
-                top = __shfl_sync(0xffffffffu, was, 0) != 0;
+                multipliers_meet();
+                top = !sending->first;
                 if (!top) {
                     sum.template put<0, sums_t::VECTORS>(place);
-                    __syncwarp();
-                    if (lane == 0) {
+                    multipliers_meet();
+                    if (me == 0 && lane == 0) {
                         store_release(flag, 2);
                     }
                 } else {
@@ -511,13 +612,20 @@ __global__ void IN_PAIRS __launch_bounds__(GROUP_THREADS, 1)
                         sum.at(i, 2) = w.z + sum.at(i, 2);
                         sum.at(i, 3) = w.w + sum.at(i, 3);
                     }
+                    multipliers_meet(); /* all have read what `first` was */
                 }
             }
             if (top) {
                 int x_row = col0 / COLS + (COLS == 1 ? 2 * c : c);
                 sum.write(t.y + (int64_t)x_row * t.ldy + row, t.ldy, p.n_row - x_row, row < t.n, row + 8 < t.n,
                           col0 / COLS + BN / COLS <= p.n_row && (m + 1) * M_ROWS <= t.n);
+                if (sends) {
+                    hand_over(sending, n_written++, tile, me, lane);
+                }
             }
+        }
+        if (sends) {
+            hand_over(sending, n_written, -1, me, lane);
         }
     }
     if (TURNS && warp >= 4 && warp < 8) {
@@ -544,7 +652,7 @@ template <int FMT, int NT, int COLS, bool X8> static struct tiling tiling_of(voi
 
 /* The tiling that is done first: rounds of units over the pairs of SMs, times what a unit takes. */
 template <int FMT, int COLS, bool X8>
-static ql_status run(ql_dev *dev, struct products *p, uint8_t *work, size_t work_bytes) {
+static ql_status run(ql_dev *dev, struct products *p, uint8_t *work, size_t work_bytes, const struct push *to) {
     constexpr int WIDE = FMT == QL_FORMAT_FP8_BLOCK ? 16 : 32; /* no registers for 256 columns of blocks */
     const struct tiling some[] = {tiling_of<FMT, 8, COLS, X8>(), tiling_of<FMT, 16, COLS, X8>(),
                                   tiling_of<FMT, WIDE, COLS, X8>()};
@@ -560,13 +668,17 @@ static ql_status run(ql_dev *dev, struct products *p, uint8_t *work, size_t work
         size_t level = (size_t)M_ROWS * (size_t)t.bn * 4 / COLS;
         for (int parts = 1; parts <= p->n_slice; parts *= 2) {
             int64_t count = tiles * parts, clusters = count < pairs ? count : pairs, n_flag = 0;
+            int levels = 0;
+            while (parts << levels < p->n_slice) {
+                levels++;
+            }
             size_t nodes = (size_t)tiles * (size_t)(parts - 1) * PAIR * level;
             n_flag = tiles * (parts - 1) * PAIR * 8;
             if (n_flag > PROMPT_FLAGS || nodes > work_bytes) {
                 continue;
             }
-            if (parts < p->n_slice) {
-                int64_t room = (int64_t)((work_bytes - nodes) / (TREE_LEVELS * PAIR * level));
+            if (levels > 0) {
+                int64_t room = (int64_t)((work_bytes - nodes) / ((size_t)levels * PAIR * level));
                 clusters = room < clusters ? room : clusters;
             }
             if (clusters < 1) {
@@ -582,6 +694,7 @@ static ql_status run(ql_dev *dev, struct products *p, uint8_t *work, size_t work
                 u.m_tiles = (int)m_tiles;
                 u.n_tiles = (int)n_tiles;
                 u.n_part = parts;
+                u.levels = levels;
                 u.count = (int)count;
                 u.node = (float *)work;
                 p->stack = (float *)(work + nodes);
@@ -595,25 +708,26 @@ static ql_status run(ql_dev *dev, struct products *p, uint8_t *work, size_t work
     }
     u.n_col = (int)(ceil_div(cols, COL_PAD) * COL_PAD);
     u.flag = p->flag;
+    u.push = to ? *to : push{};
     return launch(dev, "linear", best.kernel, (unsigned)grid, GROUP_THREADS, best.shared, *p, u);
 }
 
 ql_status ql_linear_prompt_sm90(ql_dev *dev, struct products *p, ql_qformat format, bool e4m3, uint8_t *work,
-                                size_t work_bytes) {
+                                size_t work_bytes, const struct push *to) {
     bool two = p->x_cols == 2;
     switch (format) {
     case QL_FORMAT_NVFP4:
-        return two ? run<QL_FORMAT_NVFP4, 2, false>(dev, p, work, work_bytes)
-                   : run<QL_FORMAT_NVFP4, 1, false>(dev, p, work, work_bytes);
+        return two ? run<QL_FORMAT_NVFP4, 2, false>(dev, p, work, work_bytes, to)
+                   : run<QL_FORMAT_NVFP4, 1, false>(dev, p, work, work_bytes, to);
     case QL_FORMAT_FP8_BLOCK:
-        return e4m3  ? run<QL_FORMAT_FP8_BLOCK, 1, true>(dev, p, work, work_bytes)
-               : two ? run<QL_FORMAT_FP8_BLOCK, 2, false>(dev, p, work, work_bytes)
-                     : run<QL_FORMAT_FP8_BLOCK, 1, false>(dev, p, work, work_bytes);
-    case QL_FORMAT_F16: return run<QL_FORMAT_F16, 1, false>(dev, p, work, work_bytes);
-    case QL_FORMAT_BF16: return run<QL_FORMAT_BF16, 1, false>(dev, p, work, work_bytes);
+        return e4m3  ? run<QL_FORMAT_FP8_BLOCK, 1, true>(dev, p, work, work_bytes, to)
+               : two ? run<QL_FORMAT_FP8_BLOCK, 2, false>(dev, p, work, work_bytes, to)
+                     : run<QL_FORMAT_FP8_BLOCK, 1, false>(dev, p, work, work_bytes, to);
+    case QL_FORMAT_F16: return run<QL_FORMAT_F16, 1, false>(dev, p, work, work_bytes, to);
+    case QL_FORMAT_BF16: return run<QL_FORMAT_BF16, 1, false>(dev, p, work, work_bytes, to);
     default:
-        return e4m3  ? run<QL_FORMAT_FP8_CHANNEL, 1, true>(dev, p, work, work_bytes)
-               : two ? run<QL_FORMAT_FP8_CHANNEL, 2, false>(dev, p, work, work_bytes)
-                     : run<QL_FORMAT_FP8_CHANNEL, 1, false>(dev, p, work, work_bytes);
+        return e4m3  ? run<QL_FORMAT_FP8_CHANNEL, 1, true>(dev, p, work, work_bytes, to)
+               : two ? run<QL_FORMAT_FP8_CHANNEL, 2, false>(dev, p, work, work_bytes, to)
+                     : run<QL_FORMAT_FP8_CHANNEL, 1, false>(dev, p, work, work_bytes, to);
     }
 }

@@ -1,13 +1,19 @@
 /* rmsnorm and gated_norm on the device: contracts in norm.h. A block a row, so that a row's sum has one order. */
-#include "kernels/cuda/dev.cuh"
+#include "kernels/cuda/push.cuh"
 
 enum { THREADS = 1024, KEEP = 6 }; /* rows of up to THREADS * KEEP numbers stay in registers between sum and result */
 
-__global__ void __launch_bounds__(THREADS) rmsnorm_kernel(struct ql_rmsnorm_args a) {
+template <int N>
+__global__ void __launch_bounds__(THREADS)
+    rmsnorm_kernel(struct ql_rmsnorm_args a, const __grid_constant__ struct push p) {
     __shared__ float part[THREADS / 32];
     after_previous();
+    if (N > 1) {
+        await_row(p, (int)blockIdx.x, a.n);
+    }
     float *x = a.x + (int64_t)blockIdx.x * a.n;
-    const float *delta = a.delta ? a.delta + (int64_t)blockIdx.x * a.n : NULL;
+    const float *delta = a.delta ? a.delta + (int64_t)blockIdx.x * a.n : NULL,
+                *inbox = N > 1 ? p.inbox + (int64_t)blockIdx.x * a.n : NULL;
     float kept[KEEP], w[KEEP], sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < KEEP; j++) { /* all loads before the first use */
@@ -19,7 +25,7 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(struct ql_rmsnorm_args
 #pragma unroll
         for (int j = 0; j < KEEP; j++) {
             int i = j * THREADS + threadIdx.x;
-            kept[j] += i < a.n ? delta[i] : 0.0f;
+            kept[j] += i < a.n ? sum_of_lanes<N>(delta, inbox, p, i) : 0.0f;
         }
 #pragma unroll
         for (int j = 0; j < KEEP; j++) {
@@ -36,7 +42,7 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(struct ql_rmsnorm_args
     for (int i = KEEP * THREADS + threadIdx.x; i < a.n; i += THREADS) {
         float v = x[i];
         if (delta) {
-            v += delta[i];
+            v += sum_of_lanes<N>(delta, inbox, p, i);
             x[i] = v;
         }
         sum = fmaf(v, v, sum);
@@ -60,9 +66,16 @@ __global__ void __launch_bounds__(THREADS) rmsnorm_kernel(struct ql_rmsnorm_args
 
 ql_status ql_rmsnorm_cuda(ql_dev *dev, const ql_rmsnorm_args *a) {
     if (a->n_row > 0) {
-        return launch(dev, "rmsnorm", rmsnorm_kernel, (unsigned)a->n_row, THREADS, 0, *a);
+        return launch(dev, "rmsnorm", rmsnorm_kernel<1>, (unsigned)a->n_row, THREADS, 0, *a, push{});
     }
     return QL_OK;
+}
+
+ql_status ql_rmsnorm_of_lanes_cuda(ql_dev *dev, const ql_rmsnorm_args *a, const float *own, const struct push &p) {
+    ql_rmsnorm_args here = *a;
+    here.delta = own;
+    auto kernel = p.n_lane == 2 ? rmsnorm_kernel<2> : p.n_lane == 4 ? rmsnorm_kernel<4> : rmsnorm_kernel<8>;
+    return launch(dev, "sum across lanes and rmsnorm", kernel, (unsigned)a->n_row, THREADS, 0, here, p);
 }
 
 /* A warp a row and head. */

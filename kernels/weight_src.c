@@ -38,7 +38,12 @@ ql_status ql_weight_src_begin(const ql_weight_src *src, ql_weight *w, ql_error *
         return ql_fail(err, QL_ERR_MODEL, "%s: tensor scale is %g; scales must be finite and above 0", src->module,
                        (double)src->factor);
     }
-    *w = (ql_weight){.format = src->format, .n = src->n, .k = src->k, .factor = has_factor ? src->factor : 1.0f};
+    *w = (ql_weight){.format = src->format,
+                     .n = src->n,
+                     .k = src->k,
+                     .full_n = src->full_n,
+                     .full_k = src->full_k,
+                     .factor = has_factor ? src->factor : 1.0f};
     if (src->format == QL_FORMAT_FP8_BLOCK) {
         w->row_off = src->row0[0] % QL_FP8_BLOCK;
         w->col_off = src->col0 % QL_FP8_BLOCK;

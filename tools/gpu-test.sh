@@ -26,7 +26,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 dir=${1:-build}
 shift $(($# > 0))
-steps=${*:-check kcheck chain lanes memcheck racecheck initcheck synccheck sanitize gate 27b collectives}
+steps=${*:-check kcheck chain fused lanes memcheck racecheck initcheck synccheck sanitize gate 27b collectives}
 out=${OUT:-$dir/gpu-logs}
 limit=${LIMIT:-900}
 mkdir -p "$out" || exit 1
@@ -186,6 +186,15 @@ run_chain() {
     row chain $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" "$(sed -n 's/^# rows 1: //p' "$log")"
 }
 
+run_fused() {
+    local start=$EPOCHREALTIME log=$out/fused.log
+    timeout -k 10 "$limit" "$dir/gpu/fused" >"$log" 2>&1
+    local rc=$? passed failed skipped
+    grep -E '^FAIL' "$log" | head -20
+    read -r passed failed skipped < <(sed -nE 's/^fused: ([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped/\1 \2 \3/p' "$log")
+    row fused $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" ""
+}
+
 run_lanes() {
     local start=$EPOCHREALTIME log=$out/lanes.log
     timeout -k 10 "$limit" "$dir/gpu/lanes" >"$log" 2>&1
@@ -302,10 +311,10 @@ for step in $steps; do
         check=$!
         ;;
     gate | 27b | collectives) finish_check && "run_$step" ;;
-    kcheck | chain | lanes | sanitize) "run_$step" ;;
+    kcheck | chain | fused | lanes | sanitize) "run_$step" ;;
     memcheck | racecheck | initcheck | synccheck) run_tool "$step" ;;
     *)
-        echo "gpu-test: unknown step $step; there are check, kcheck, chain, lanes, memcheck, racecheck, initcheck, synccheck," \
+        echo "gpu-test: unknown step $step; there are check, kcheck, chain, fused, lanes, memcheck, racecheck, initcheck, synccheck," \
             "sanitize, gate, 27b, collectives" >&2
         exit 2
         ;;

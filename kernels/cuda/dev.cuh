@@ -124,6 +124,7 @@ ql_status ql_attention_cuda(ql_dev *dev, const ql_attention_args *a);
 ql_status ql_linear_cuda(ql_dev *dev, const ql_linear_args *a);
 ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
 ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken);
+ql_status ql_chain_prompt_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken);
 ql_status ql_topk_cuda(ql_dev *dev, const ql_topk_args *a);
 ql_status ql_sample_cuda(ql_dev *dev, const ql_sample_args *a);
 

@@ -464,15 +464,28 @@ static ql_status op_sample(ql_dev *dev, const ql_sample_args *a) {
     return ql_sample_cuda(dev, a);
 }
 
+/* The phase of a list, by its first product; a list without one is no run of either. */
+static ql_phase phase_of(const ql_op *op, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        if (op[i].kind == QL_OP_LINEAR) {
+            return op[i].u.linear.a[0].phase;
+        }
+    }
+    return QL_PHASE_GEN;
+}
+
 /* The ops that it takes count as if they had run alone. */
 static ql_status op_chain(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken) {
-    QL_TRY(ql_chain_cuda(dev, op, n, taken));
+    ql_phase phase = phase_of(op, n);
+    QL_TRY(phase == QL_PHASE_GEN ? ql_chain_cuda(dev, op, n, taken)
+           : cuda(dev)->no_chain ? (*taken = 0, QL_OK)
+                                 : ql_chain_prompt_cuda(dev, op, n, taken));
     for (int32_t i = 0; i < *taken; i++) {
         switch (op[i].kind) {
         case QL_OP_RMSNORM: begin_op(dev, QL_PATH_NORM); break;
         case QL_OP_LINEAR:
             for (int32_t j = 0; j < op[i].u.linear.n; j++) {
-                begin_op(dev, ql_path_linear(op[i].u.linear.a[j].w->format, QL_PHASE_GEN));
+                begin_op(dev, ql_path_linear(op[i].u.linear.a[j].w->format, phase));
             }
             break;
         case QL_OP_CONV: begin_op(dev, QL_PATH_CONV); break;
@@ -483,7 +496,7 @@ static ql_status op_chain(ql_dev *dev, const ql_op *op, int32_t n, int32_t *take
         case QL_OP_SOON: break;
         }
     }
-    if (*taken > 0) {
+    if (*taken > 0 && phase == QL_PHASE_GEN) {
         begin_op(dev, QL_PATH_CHAIN);
     }
     return QL_OK;

@@ -53,12 +53,40 @@ struct products {
 enum { SMALL_MAX_ROWS = 16 };
 ql_status ql_linear_small_cuda(ql_dev *dev, const struct products *p, ql_qformat format);
 
-/* kernels/linear_prompt.cu: prompt rows of a[0], with the targets of *p. The scratch is for rows up to max_row and k. */
-ql_status ql_linear_prompt_cuda(ql_dev *dev, const ql_linear_args *a, enum x_mode mode, struct products *p);
+/* What prompt rows of x are before they are prepared: numbers in memory, or the result of an op that is computed where it is
+ * prepared and need not be stored. With the bits of that op. */
+enum x_source_kind { X_STORED, X_SWIGLU, X_GATED_NORM, X_PREPARED /* it is prepared already */ };
+
+struct x_source {
+    enum x_source_kind kind;
+    const float *x;    /* [row][ld]: x itself, g of swiglu, o of gated_norm */
+    const float *with; /* likewise: u of swiglu, z of gated_norm */
+    const float *w;    /* gated_norm: [128] */
+    int64_t ld;
+    float eps;
+};
+
+struct push; /* push.cuh */
+
+/* kernels/linear_prompt.cu: prompt rows of a[0], with the targets of *p. from: what a[0].x would hold; to: other lanes that get the
+ * result as well, or NULL. The scratch is for rows up to max_row and k. */
+ql_status ql_linear_prompt_cuda(ql_dev *dev, const ql_linear_args *a, enum x_mode mode, const struct x_source &from,
+                                const struct push *to, struct products *p);
 size_t ql_linear_prompt_scratch(int64_t hidden, int64_t max_row, int64_t k);
 
 /* n products of the same x, n_row, n_slice, phase and precision: each gives the bits that it gives alone. */
 ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
+
+/* A product of prompt rows with what is next to it: x may be the result of another op (from; NULL: stored), and the lane's part of a
+ * sum may go to other lanes as it is made (to, or NULL). *taken false, and nothing done: it is none that can be had so. */
+ql_status ql_linear_fused_cuda(ql_dev *dev, const ql_linear_args *a, const struct x_source *from, const struct push *to,
+                               bool *taken);
+
+/* Products of one x, of which the op before them may prepare x for the first ones (prompt.cuh): *x says where and how, *stored whether
+ * some need x itself as well. False: it may not. Then the products with x as it was left there. */
+struct prepared_x;
+bool ql_linear_group_place(ql_dev *dev, const ql_linear_args *a, int32_t n, struct prepared_x *x, bool *stored);
+ql_status ql_linear_group_prepared_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
 
 /* kernels/linear_q8.cu: n products of precision Q8 with NVFP4 weights, one x. */
 ql_status ql_linear_q8_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);

@@ -8,12 +8,39 @@
 #define QL_KERNELS_CUDA_PROMPT_CUH
 
 #include "kernels/cuda/linear.cuh"
+#include "kernels/cuda/push.cuh"
 
 enum { COL_PAD = 256, PROMPT_FLAGS = 16384 };
 
-/* Prompt products for compute capability 9.0: `work` for what waits in trees. e4m3: x is E4M3. */
+/* Prepared x and how to make it. */
+struct prepared_x {
+    enum x_mode mode;
+    int kt, n_col, scale_ld; /* columns of a weight tile; columns of x, padded; between the scales of two slices */
+    float unit;              /* what the weights in registers are multiplied with to be themselves */
+    uint8_t *xs;
+    float *scale;
+};
+
+/* Where and how ql_linear_prompt_cuda looks for x with X_PREPARED. False: it takes no prepared x. */
+bool ql_linear_prompt_place(ql_dev *dev, const ql_linear_args *a, enum x_mode mode, struct prepared_x *x);
+
+/* norm_prompt.cu: rmsnorm, or with `to` ql_rmsnorm_of_lanes_cuda, whose result is left prepared as `x`, and in y only where `stored`.
+ * False in *served, and nothing done, where a row is too long. */
+ql_status ql_rmsnorm_prepare_cuda(ql_dev *dev, const ql_rmsnorm_args *a, const float *own, const struct push *to,
+                                  const struct prepared_x &x, bool stored, bool *served);
+
+/* Prompt products for compute capability 9.0: `work` for what waits in trees. e4m3: x is E4M3. to: where else the one target's
+ * result goes, or NULL. */
 ql_status ql_linear_prompt_sm90(ql_dev *dev, struct products *p, ql_qformat format, bool e4m3, uint8_t *work,
-                                size_t work_bytes);
+                                size_t work_bytes, const struct push *to);
+
+/* linear_narrow.cu: prompt products of BF16 weights that have few rows in the whole matrix. x is read as it is. */
+enum { NARROW_MOST = 256 };
+bool ql_linear_is_narrow(const ql_dev *dev, const ql_linear_args *a);
+ql_status ql_linear_narrow_cuda(ql_dev *dev, const ql_linear_args *a, const struct products *p);
+
+/* Whether a product can send its result to other lanes as it is made. */
+bool ql_linear_prompt_can_push(const ql_dev *dev, const ql_linear_args *a, enum x_mode mode);
 
 /* Tiles of `rows` weight rows of a target. */
 static __host__ __device__ __forceinline__ int m_tiles_of(const struct target &t, int rows) {
@@ -21,6 +48,11 @@ static __host__ __device__ __forceinline__ int m_tiles_of(const struct target &t
 }
 
 /* ---- device ---- */
+
+/* The nearest BF16 numbers, a in the low half. */
+__device__ __forceinline__ uint32_t two_bf16(float a, float b) {
+    return __float_as_uint(round_bf16(a)) >> 16 | (__float_as_uint(round_bf16(b)) & 0xffff0000u);
+}
 
 template <int N> struct constant { static constexpr int value = N; };
 

@@ -406,7 +406,7 @@ static ql_status compute(ql_model *m, const ql_step *step, const ql_batch *b, in
     QL_TRY(embed(m, (const int32_t *)(in + at->id), b->n_row, ws->x));
     lap(m, QL_TIME_EMBED, mark);
     QL_TRY(probe_hidden(m, step, 0));
-    m->chaining = m->chain && m->dev->ops->chain && b->phase == QL_PHASE_GEN && !step->probe_hidden;
+    m->chaining = m->chain && m->dev->ops->chain && !step->probe_hidden;
     for (int32_t i = 0; i < m->config->n_layer; i++) {
         QL_TRY(layer(m, b, &m->layer[i], ws->x, i > 0, mark));
         if (step->probe_hidden) {

@@ -90,7 +90,7 @@ void ql_workspace_place(ql_workspace *ws, const ql_config *cfg, const ql_shard *
     ws->block = carve(&c, (int64_t)layout.bytes, 1);
     ws->x = carve_f32(&c, rows * hidden);
     ws->xn = carve_f32(&c, rows * hidden);
-    ws->part = carve_f32(&c, rows * hidden);
+    ws->part = s->n_lane > 1 ? carve_f32(&c, rows * hidden) : NULL;
     ws->delta = carve_f32(&c, rows * hidden);
 
     /* One region for whichever of GatedDeltaNet, attention and MLP is at work. */

@@ -24,7 +24,7 @@ typedef struct ql_workspace {
     uint8_t *block;               /* the step's inputs */
     float *x;                     /* [T][H] residual stream */
     float *xn;                    /* [T][H] normed */
-    float *part, *delta;          /* [T][H] own part and whole of a row-parallel product */
+    float *part, *delta;          /* [T][H] own part (NULL for one lane) and whole of a row-parallel product */
     float *m, *u, *z, *a, *b, *o; /* GatedDeltaNet */
     float *qg, *k, *v, *q;        /* attention */
     float *gate, *up;             /* MLP */

@@ -25,13 +25,13 @@ grep -oE "$fields" "$tmp/out" | sort >"$tmp/planned"
 q run --device host --lanes 2 --json --ctx 512 --kv f32 -n 1 -p x
 grep -oE "$fields" "$tmp/out" | sort >"$tmp/held"
 is "a run holds what was planned" "$(<"$tmp/held")" "$(<"$tmp/planned")"
-q plan --mem 60M
+q plan --mem 58M
 has "plan --mem: fits or not" out "does not fit"
-has "plan --mem: largest context" out "largest context within 62,914,560 bytes: "
+has "plan --mem: largest context" out "largest context within 60,817,408 bytes: "
 fits=$(sed -nE 's/^largest context .*: ([0-9]+) tokens/\1/p' "$tmp/out")
-q run --device host --mem 60M --ctx "$fits" -n 1 -p x
+q run --device host --mem 58M --ctx "$fits" -n 1 -p x
 is "the largest planned context opens" $rc 0
-refuses "64 more tokens do not" 5 "a lane needs *" run --device host --mem 60M --ctx $((fits + 64)) -n 1 -p x
+refuses "64 more tokens do not" 5 "a lane needs *" run --device host --mem 58M --ctx $((fits + 64)) -n 1 -p x
 refuses "plan: lanes that do not divide" 2 "3 lanes do not divide this model's 4 slices *; it can run on 1, 2 or 4" \
     plan --lanes 3
 refuses "plan: MTP where there is none" 2 "this checkpoint has no multi-token-prediction layer *" \

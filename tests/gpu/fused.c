@@ -1,0 +1,263 @@
+/* Prompt ops in a list give the bits of the same ops one by one: what a norm, an activation or a gated norm hands to a product is
+ * prepared in passing. Shapes of the 27B and small ones, every precision, rows that fill tiles and rows that do not.
+ *
+ *     fused [REPEATS]
+ */
+#include "kernels/cuda.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_ROW = 300, MAX_K = 17408, MAX_N = 12288, HEADS = 48 };
+
+static ql_dev dev;
+static ql_error err;
+static uint64_t rng = 88172645463325252u;
+
+static void must(ql_status status) {
+    if (status != QL_OK) {
+        fprintf(stderr, "fused: %s\n", err.text);
+        exit(1);
+    }
+}
+
+static uint64_t next(void) {
+    rng ^= rng << 13;
+    rng ^= rng >> 7;
+    return rng ^= rng << 17;
+}
+
+static float *array(size_t n, float scale) {
+    float *host = malloc(n * 4), *p;
+    for (size_t i = 0; i < n; i++) {
+        host[i] = scale * ((float)(next() >> 40) * 0x1p-23f - 1.0f);
+    }
+    must(dev.ops->alloc(&dev, n * 4, "an array", (void **)&p));
+    must(dev.ops->h2d(&dev, p, host, n * 4));
+    must(dev.ops->sync(&dev));
+    free(host);
+    return p;
+}
+
+static ql_weight weight(ql_qformat format, int32_t n, int32_t k) {
+    size_t bytes = (size_t)ql_qformat_row_bytes(format, k) * (size_t)n, n_scale = (size_t)n * (size_t)(k / 16 + 4);
+    uint8_t *data = malloc(bytes + 8), *scale = malloc(n_scale);
+    for (size_t i = 0; i < bytes; i += 8) {
+        uint64_t v = next();
+        v = format == QL_FORMAT_BF16    ? (v & 0x807f807f807f807fu) | 0x3c003c003c003c00u
+            : format == QL_FORMAT_NVFP4 ? v
+                                        : v & 0xb7b7b7b7b7b7b7b7u; /* no NaN */
+        memcpy(data + i, &v, 8);
+    }
+    for (size_t i = 0; i < n_scale; i++) {
+        scale[i] = (uint8_t)(0x28 + next() % 16);
+    }
+    for (int32_t i = 0; format == QL_FORMAT_FP8_CHANNEL && i < n; i++) {
+        ((float *)(void *)scale)[i] = 0.01f + 0.001f * (float)(next() % 16);
+    }
+    ql_weight_src src = {.module = "fused",
+                         .format = format,
+                         .n = n,
+                         .k = k,
+                         .n_range = 1,
+                         .row1 = {n},
+                         .full_n = n,
+                         .full_k = k,
+                         .data = data,
+                         .scale = scale,
+                         .factor = format == QL_FORMAT_NVFP4 ? 0.01f : 1.0f,
+                         .scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : QL_DTYPE_F32};
+    ql_weight w;
+    must(dev.ops->weight_load(&dev, &src, &w));
+    must(dev.ops->sync(&dev));
+    free(data);
+    free(scale);
+    return w;
+}
+
+static void one_by_one(const ql_op *op, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        switch (op[i].kind) {
+        case QL_OP_RMSNORM: must(dev.ops->rmsnorm(&dev, &op[i].u.rmsnorm)); break;
+        case QL_OP_LINEAR: must(dev.ops->linear_group(&dev, op[i].u.linear.a, op[i].u.linear.n)); break;
+        case QL_OP_GATED_NORM: must(dev.ops->gated_norm(&dev, &op[i].u.gated_norm)); break;
+        case QL_OP_SWIGLU: must(dev.ops->swiglu(&dev, &op[i].u.swiglu)); break;
+        default: break;
+        }
+    }
+}
+
+/* What an op list writes: results of its products, and the residual stream of a norm. */
+struct result {
+    float *dev;
+    size_t n;
+};
+
+/* Runs the list both ways from the same inputs and compares. `x`: the stream that a norm changes, or NULL. */
+static bool same(const char *name, const ql_op *op, int32_t n, float *x, const float *x0, size_t x_n,
+                 const struct result *result, int n_result, int repeats) {
+    bool ok = true;
+    size_t compared = 0;
+    for (int r = 0; r < repeats && ok; r++) {
+        float *got[2][8] = {{0}};
+        for (int way = 0; way < 2; way++) {
+            int32_t taken = n;
+            if (x) {
+                float *host = malloc(x_n * 4);
+                must(dev.ops->d2h(&dev, host, x0, x_n * 4));
+                must(dev.ops->sync(&dev));
+                must(dev.ops->h2d(&dev, x, host, x_n * 4));
+                must(dev.ops->sync(&dev));
+                free(host);
+            }
+            for (int i = 0; i < n_result; i++) {
+                if (result[i].dev != x) {
+                    must(dev.ops->zero(&dev, result[i].dev, result[i].n * 4));
+                }
+            }
+            if (way == 0) {
+                one_by_one(op, n);
+            } else {
+                must(dev.ops->chain(&dev, op, n, &taken));
+            }
+            must(dev.ops->sync(&dev));
+            if (taken != n) {
+                printf("FAIL %s: %d of %d ops were taken\n", name, taken, n);
+                ok = false;
+            }
+            for (int i = 0; i < n_result; i++) {
+                got[way][i] = malloc(result[i].n * 4);
+                must(dev.ops->d2h(&dev, got[way][i], result[i].dev, result[i].n * 4));
+                must(dev.ops->sync(&dev));
+            }
+        }
+        for (int i = 0; i < n_result; i++) {
+            double size = 0;
+            for (size_t j = 0; j < result[i].n && ok; j++) {
+                size += got[0][i][j] * got[0][i][j];
+                if (memcmp(&got[0][i][j], &got[1][i][j], 4) != 0) {
+                    printf("FAIL %s: result %d [%zu] is %g, one by one %g\n", name, i, j, (double)got[1][i][j],
+                           (double)got[0][i][j]);
+                    ok = false;
+                }
+            }
+            if (ok && !(size > 0)) {
+                printf("FAIL %s: result %d is nothing\n", name, i);
+                ok = false;
+            }
+            compared += result[i].n;
+            free(got[0][i]);
+            free(got[1][i]);
+        }
+    }
+    if (ok) {
+        printf("ok   %s: %zu numbers compared\n", name, compared);
+    }
+    return ok;
+}
+
+int main(int argc, char **argv) {
+    int repeats = argc > 1 ? atoi(argv[1]) : 2, bad = 0, passed = 0;
+    ql_cuda_device info;
+    must(ql_cuda_info(0, &info, &err));
+    must(ql_cuda_dev_open(&dev, 0, NULL, NULL, &err));
+    ql_shape shape = {.hidden = 5120,
+                      .vocab = 1024,
+                      .vocab_local = 1024,
+                      .n_head = 24,
+                      .n_kv_head = 4,
+                      .n_key_head = 16,
+                      .n_value_head = HEADS,
+                      .mlp = MAX_K,
+                      .max_row = MAX_ROW,
+                      .max_seg = 1,
+                      .max_out = 1,
+                      .max_ctx = 512};
+    dev.scratch_bytes = dev.ops->scratch_bytes(&dev, &shape);
+    must(dev.ops->alloc(&dev, dev.scratch_bytes, "scratch", &dev.scratch));
+    const struct {
+        const char *name;
+        int32_t hidden, in, mlp, heads, slices;
+        ql_qformat mixer, wide;
+    } models[] = {{"27b", 5120, 10240, 17408, 48, 8, QL_FORMAT_FP8_CHANNEL, QL_FORMAT_NVFP4},
+                  {"small", 256, 384, 768, 4, 4, QL_FORMAT_FP8_CHANNEL, QL_FORMAT_NVFP4},
+                  {"bf16", 512, 1024, 1024, 8, 2, QL_FORMAT_BF16, QL_FORMAT_BF16}};
+    const int32_t all_rows[] = {1, 65, 300};
+    const ql_precision all[] = {QL_PREC_BF16, QL_PREC_FP8, QL_PREC_EXACT};
+    static const char *const precision_names[] = {"bf16", "fp8", "exact"};
+    float *x = array((size_t)MAX_ROW * 5120, 1.0f), *x0 = array((size_t)MAX_ROW * 5120, 1.0f),
+          *delta = array((size_t)MAX_ROW * 5120, 0.5f), *xn = array((size_t)MAX_ROW * 5120, 0.0f),
+          *g = array((size_t)MAX_ROW * MAX_K, 3.0f), *u = array((size_t)MAX_ROW * MAX_K, 1.0f),
+          *made = array((size_t)MAX_ROW * MAX_K, 0.0f), *w_norm = array(5120, 0.2f), *w_head = array(128, 1.0f),
+          *y0 = array((size_t)MAX_ROW * MAX_N, 0.0f), *y1 = array((size_t)MAX_ROW * MAX_N, 0.0f),
+          *y2 = array((size_t)MAX_ROW * MAX_N, 0.0f);
+    for (int m = 0; m < 3; m++) {
+        int32_t hidden = models[m].hidden, in = models[m].in, values = models[m].heads * 128, mlp = models[m].mlp;
+        ql_weight w_in = weight(models[m].mixer, in, hidden), w_z = weight(models[m].mixer, values, hidden),
+                  w_a = weight(QL_FORMAT_BF16, models[m].heads, hidden), out = weight(models[m].mixer, hidden, values),
+                  down = weight(models[m].wide, hidden, mlp);
+        for (int r = 0; r < 3; r++) {
+            for (int p = 0; p < 3; p++) {
+                int32_t rows = all_rows[r];
+                char name[96];
+                if (all[p] == QL_PREC_EXACT && models[m].mixer == QL_FORMAT_BF16) {
+                    continue; /* exact products of plain weights read x as it is */
+                }
+#define PRODUCT(weight, from, to, slices)                                                                              \
+    {.w = &(weight),                                                                                                   \
+     .x = (from),                                                                                                      \
+     .y = (to),                                                                                                        \
+     .ldx = (weight).k,                                                                                                \
+     .ldy = (weight).n,                                                                                                \
+     .n_row = rows,                                                                                                    \
+     .n_slice = (slices),                                                                                              \
+     .phase = QL_PHASE_PROMPT,                                                                                         \
+     .precision = all[p]}
+#define CASE(what, list, stream, ...)                                                                                  \
+    do {                                                                                                               \
+        const struct result result[] = {__VA_ARGS__};                                                                  \
+        snprintf(name, sizeof name, "fused.%s.%s.%s.t%d", what, models[m].name, precision_names[p], rows);             \
+        same(name, list, (int32_t)(sizeof(list) / sizeof *(list)), stream, x0, (size_t)rows *(size_t)hidden, result,   \
+             (int)(sizeof result / sizeof *result), repeats)                                                           \
+            ? passed++                                                                                                 \
+            : bad++;                                                                                                   \
+    } while (0)
+                ql_op norm = {.kind = QL_OP_RMSNORM,
+                              .u.rmsnorm = {.x = x,
+                                            .delta = delta,
+                                            .w = w_norm,
+                                            .y = xn,
+                                            .ldy = hidden,
+                                            .n_row = rows,
+                                            .n = hidden,
+                                            .eps = 1e-6f}};
+                const ql_op inputs[] = {
+                    norm,
+                    {.kind = QL_OP_LINEAR,
+                     .u.linear = {.n = 3,
+                                  .a = {PRODUCT(w_in, xn, y0, 1), PRODUCT(w_z, xn, y1, 1), PRODUCT(w_a, xn, y2, 1)}}}};
+                CASE("norm", inputs, x, {x, (size_t)rows * (size_t)hidden}, {y0, (size_t)rows * (size_t)in},
+                     {y1, (size_t)rows * (size_t)values}, {y2, (size_t)rows * (size_t)models[m].heads});
+                const ql_op output[] = {
+                    {.kind = QL_OP_GATED_NORM,
+                     .u.gated_norm = {.o = g,
+                                      .z = u,
+                                      .w = w_head,
+                                      .y = made,
+                                      .n_row = rows,
+                                      .n_head = models[m].heads,
+                                      .eps = 1e-6f}},
+                    {.kind = QL_OP_LINEAR, .u.linear = {.n = 1, .a = {PRODUCT(out, made, y0, models[m].slices)}}}};
+                CASE("gated", output, NULL, {y0, (size_t)rows * (size_t)hidden});
+                const ql_op after[] = {
+                    {.kind = QL_OP_SWIGLU, .u.swiglu = {.g = g, .u = u, .y = made, .n_row = rows, .n = mlp}},
+                    {.kind = QL_OP_LINEAR, .u.linear = {.n = 1, .a = {PRODUCT(down, made, y0, models[m].slices)}}}};
+                CASE("swiglu", after, NULL, {y0, (size_t)rows * (size_t)hidden});
+            }
+        }
+    }
+    must(dev.ops->sync(&dev));
+    printf("fused: %d passed, %d failed, 0 skipped\n", passed, bad);
+    return bad > 0;
+}
