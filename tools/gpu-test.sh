@@ -177,31 +177,13 @@ run_check() {
         "worst exact error $(sed -nE 's/^ok .*(exact|golden)\..*worst ([^ ]+) of.*/\2/p' "$log" | sort -g | tail -1)"
 }
 
-run_chain() {
-    local start=$EPOCHREALTIME log=$out/chain.log
-    timeout -k 10 "$limit" "$dir/gpu/chain" >"$log" 2>&1
+run_counted() { # run_counted PROGRAM, which ends in a line "PROGRAM: N passed, N failed, N skipped"
+    local start=$EPOCHREALTIME name=$1 log=$out/$1.log
+    timeout -k 10 "$limit" "$dir/gpu/$name" >"$log" 2>&1
     local rc=$? passed failed skipped
     grep -E '^FAIL' "$log" | head -20
-    read -r passed failed skipped < <(sed -nE 's/^chain: ([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped/\1 \2 \3/p' "$log")
-    row chain $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" "$(sed -n 's/^# rows 1: //p' "$log")"
-}
-
-run_fused() {
-    local start=$EPOCHREALTIME log=$out/fused.log
-    timeout -k 10 "$limit" "$dir/gpu/fused" >"$log" 2>&1
-    local rc=$? passed failed skipped
-    grep -E '^FAIL' "$log" | head -20
-    read -r passed failed skipped < <(sed -nE 's/^fused: ([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped/\1 \2 \3/p' "$log")
-    row fused $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" ""
-}
-
-run_lanes() {
-    local start=$EPOCHREALTIME log=$out/lanes.log
-    timeout -k 10 "$limit" "$dir/gpu/lanes" >"$log" 2>&1
-    local rc=$? passed failed skipped
-    grep -E '^FAIL' "$log" | head -20
-    read -r passed failed skipped < <(sed -nE 's/^lanes: ([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped/\1 \2 \3/p' "$log")
-    row lanes $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" ""
+    read -r passed failed skipped < <(sed -nE "s/^$name: ([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped/\1 \2 \3/p" "$log")
+    row "$name" $rc "$(seconds "$start")" "${passed:-0}" "${failed:-1}" "${skipped:-0}" "$(sed -n 's/^# rows1: //p' "$log")"
 }
 
 run_collectives() {
@@ -312,7 +294,8 @@ for step in $steps; do
         check=$!
         ;;
     gate | 27b | collectives) finish_check && "run_$step" ;;
-    kcheck | chain | fused | lanes | sanitize) "run_$step" ;;
+    chain | fused | lanes) run_counted "$step" ;;
+    kcheck | sanitize) "run_$step" ;;
     memcheck | racecheck | initcheck | synccheck) run_tool "$step" ;;
     *)
         echo "gpu-test: unknown step $step; there are check, kcheck, chain, fused, lanes, memcheck, racecheck, initcheck, synccheck," \
