@@ -1,7 +1,5 @@
 /* rmsnorm and gated_norm on the device: contracts in norm.h. A block a row, so that a row's sum has one order. */
-#include "kernels/cuda/push.cuh"
-
-enum { THREADS = 1024, KEEP = 6 }; /* rows of up to THREADS * KEEP numbers stay in registers between sum and result */
+#include "kernels/cuda/norm.cuh"
 
 template <int N>
 __global__ void __launch_bounds__(THREADS)
@@ -14,31 +12,8 @@ __global__ void __launch_bounds__(THREADS)
     float *x = a.x + (int64_t)blockIdx.x * a.n;
     const float *delta = a.delta ? a.delta + (int64_t)blockIdx.x * a.n : NULL,
                 *inbox = N > 1 ? p.inbox + (int64_t)blockIdx.x * a.n : NULL;
-    float kept[KEEP], w[KEEP], sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < KEEP; j++) { /* all loads before the first use */
-        int i = j * THREADS + threadIdx.x;
-        kept[j] = i < a.n ? x[i] : 0.0f;
-        w[j] = i < a.n && a.y ? a.w[i] : 0.0f;
-    }
-    if (delta) {
-#pragma unroll
-        for (int j = 0; j < KEEP; j++) {
-            int i = j * THREADS + threadIdx.x;
-            kept[j] += i < a.n ? sum_of_lanes<N>(delta, inbox, p, i) : 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < KEEP; j++) {
-            int i = j * THREADS + threadIdx.x;
-            if (i < a.n) {
-                x[i] = kept[j];
-            }
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < KEEP; j++) {
-        sum = fmaf(kept[j], kept[j], sum);
-    }
+    float kept[KEEP], w[KEEP];
+    float sum = take_row<N>(x, delta, inbox, p, a.w, a.y != NULL, a.n, kept, w);
     for (int i = KEEP * THREADS + threadIdx.x; i < a.n; i += THREADS) {
         float v = x[i];
         if (delta) {

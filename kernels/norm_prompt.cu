@@ -1,9 +1,8 @@
 /* rmsnorm of prompt rows that leaves its result as the products behind it read it (prompt.cuh). The row meets in shared memory
  * on its way from the order of the norm's sum, which is that of norm.cu, to that of the chunks.
  */
+#include "kernels/cuda/norm.cuh"
 #include "kernels/cuda/prepare.cuh"
-
-enum { THREADS = 1024, KEEP = 6 }; /* as norm.cu */
 
 /* Where number i of the row lies in shared memory: chunks side by side are read from different banks. */
 __device__ __forceinline__ int spread(int i) { return i + i / 32 * 8; }
@@ -22,31 +21,8 @@ __global__ void __launch_bounds__(THREADS)
     float *x = a.x + (int64_t)blockIdx.x * a.n;
     const float *delta = a.delta ? a.delta + (int64_t)blockIdx.x * a.n : NULL,
                 *inbox = N > 1 ? p.inbox + (int64_t)blockIdx.x * a.n : NULL;
-    float kept[KEEP], w[KEEP], sum = 0.0f, most = 0.0f;
-#pragma unroll
-    for (int j = 0; j < KEEP; j++) {
-        int i = j * THREADS + threadIdx.x;
-        kept[j] = i < a.n ? x[i] : 0.0f;
-        w[j] = i < a.n ? a.w[i] : 0.0f;
-    }
-    if (delta) {
-#pragma unroll
-        for (int j = 0; j < KEEP; j++) {
-            int i = j * THREADS + threadIdx.x;
-            kept[j] += i < a.n ? sum_of_lanes<N>(delta, inbox, p, i) : 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < KEEP; j++) {
-            int i = j * THREADS + threadIdx.x;
-            if (i < a.n) {
-                x[i] = kept[j];
-            }
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < KEEP; j++) {
-        sum = fmaf(kept[j], kept[j], sum);
-    }
+    float kept[KEEP], w[KEEP], most = 0.0f;
+    float sum = take_row<N>(x, delta, inbox, p, a.w, true, a.n, kept, w);
     float scale = 1.0f / sqrtf(block_sum(sum, part, THREADS / 32) / (float)a.n + a.eps);
     float *y = a.y + blockIdx.x * a.ldy;
 #pragma unroll
