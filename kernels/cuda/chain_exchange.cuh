@@ -18,6 +18,7 @@
 
 #include "kernels/cuda/chain.cuh"
 #include "kernels/cuda/proof.cuh"
+#include "kernels/cuda/wait.cuh"
 
 /* The exchange that an op's sums are for; -1: none. */
 __device__ __forceinline__ int exchange_of(const struct chain_op &op) {
@@ -57,12 +58,6 @@ __device__ __forceinline__ void arrive_at_lane(const struct run &r, int i) {
     asm volatile("red.release.sys.global.add.u32 [%0], 1;" ::"l"(at) : "memory");
 }
 
-__device__ __forceinline__ unsigned long long clock_ns(void) {
-    unsigned long long t;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-    return t;
-}
-
 /* Until all blocks of lane i have arrived at an exchange of this run. */
 __device__ __noinline__ void wait_lane(const struct run &r, const struct shared *sh, int i, int exchange) {
     constexpr unsigned SPINS = 256, /* between two looks at what is slow to read */
@@ -71,9 +66,7 @@ __device__ __noinline__ void wait_lane(const struct run &r, const struct shared 
     unsigned target = (sh->exchanged + (unsigned)exchange + 1) * gridDim.x;
     unsigned long long began = 0;
     for (unsigned spin = 1; i != l.lane; spin++) {
-        unsigned now;
-        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(now) : "l"(arrivals(l, l.lane, i)) : "memory");
-        if ((int)(now - target) >= 0) {
+        if ((int)(load_acquire_system(arrivals(l, l.lane, i)) - target) >= 0) {
             return;
         }
         if (spin % SPINS == 0) {

@@ -15,6 +15,7 @@
 #define QL_KERNELS_CUDA_PUSH_CUH
 
 #include "kernels/cuda/dev.cuh"
+#include "kernels/cuda/wait.cuh"
 
 enum { PUSH_ROWS = 64, PUSH_COLS = 128, PUSHERS = 2 }; /* of a flag: rows, columns; warps that have one each */
 
@@ -41,7 +42,7 @@ __device__ __forceinline__ void raise_flags(const struct push &p, int64_t at) {
 #pragma unroll
     for (int i = 0; i < QL_CUDA_MAX_LANES - 1; i++) {
         if (i < p.n_lane - 1) {
-            asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p.peer_flag[i] + at), "r"(p.number) : "memory");
+            store_release_system(p.peer_flag[i] + at, p.number);
         }
     }
 }
@@ -51,14 +52,11 @@ __device__ __forceinline__ void await_flag(const struct push &p, int of, int64_t
     const uint32_t *flag = p.inbox_flag + (int64_t)of * QL_CUDA_INBOX_FLAGS + at;
     unsigned long long began = 0;
     for (uint32_t spin = 1;; spin++) {
-        uint32_t now;
-        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(now) : "l"(flag) : "memory");
-        if ((int32_t)(now - p.number) >= 0) {
+        if ((int32_t)(load_acquire_system(flag) - p.number) >= 0) {
             return;
         }
         if (spin % 256 == 0) { /* host memory is slow to read */
-            unsigned long long t;
-            asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+            unsigned long long t = clock_ns();
             began = began ? began : t;
             bool told = *(volatile uint32_t *)p.let_go != 0;
             if (*(volatile uint32_t *)p.gave_up) {
