@@ -171,12 +171,13 @@ $(B)/qlane: $(CLI_OBJ) $(B)/libqlane.a
 
 # ---- programs of tests, bench and examples: one source file each, helpers from an archive -------------------------------
 MODEL_HELP := $(patsubst %,tests/model/%.c,common bits plant sense)
-HELPER_SRC := $(sort $(filter-out tests/kcheck.c,$(wildcard tests/*.c tests/cases/*.c)) $(MODEL_HELP))
+UNIT_HELP := $(patsubst %,tests/unit/%.c,ckpt token)
+HELPER_SRC := $(sort $(filter-out tests/kcheck.c,$(wildcard tests/*.c tests/cases/*.c)) $(MODEL_HELP) $(UNIT_HELP))
 $(B)/libhelp.a: $(HELPER_SRC:%.c=$(B)/obj/%.o)
 	$(call say,AR,$@)
 	$(Q)rm -f $@ && $(AR) rcs $@ $^
 
-UNIT := $(patsubst tests/unit/%.c,$(B)/unit/%,$(sort $(wildcard tests/unit/*.c)))
+UNIT := $(patsubst tests/unit/%.c,$(B)/unit/%,$(sort $(filter-out $(UNIT_HELP),$(wildcard tests/unit/*.c))))
 MODEL := $(patsubst tests/model/%.c,$(B)/model/%,$(sort $(filter-out $(MODEL_HELP),$(wildcard tests/model/*.c))))
 REPLAY := $(patsubst tests/fuzz/%.c,$(B)/replay/%,$(sort $(filter-out tests/fuzz/replay.c,$(wildcard tests/fuzz/*.c))))
 FUZZ := $(REPLAY:$(B)/replay/%=$(B)/fuzz/%)
