@@ -1,6 +1,7 @@
 #include "runtime/engine/device.h"
 
 #include "loader/shard.h"
+#include "runtime/engine/turns.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -145,59 +146,22 @@ ql_status ql_devices_open_lane(ql_devices *d, const ql_options *o, ql_lane *lane
     return QL_OK;
 }
 
-/* ---- turns --------------------------------------------------------------------------------------------------------- */
+/* ---- running ------------------------------------------------------------------------------------------------------- */
 
-/* A GPU's queue: who comes takes a number. The only state that engines share, as they share the GPUs. */
-typedef struct turnstile {
-    ql_mutex mutex; /* guards what follows */
-    ql_cond moved;
-    uint64_t next, serving;
-} turnstile;
-
-enum { TURNSTILES = 64 };
-static turnstile turnstiles[TURNSTILES]; /* of GPU ordinal % TURNSTILES; zeros are mutexes and conditions at rest */
-
-/* The turnstiles that an engine passes, a bit each. */
-static uint64_t turnstiles_of(const ql_devices *d) {
-    uint64_t mask = 0;
+/* Where an engine takes turns, a bit a GPU; a machine with more than 64 has some that share one, and wait for nothing. */
+static uint64_t shared_gpus(const ql_devices *d) {
+    uint64_t gpus = 0;
     for (int32_t i = 0; d->kind == QL_DEVICE_CUDA && d->n_lane > 1 && i < d->n_lane; i++) {
-        mask |= (uint64_t)1 << d->ordinal[i] % TURNSTILES;
+        gpus |= (uint64_t)1 << d->ordinal[i] % 64;
     }
-    return mask;
-}
-
-static void take_turn(const ql_devices *d) {
-    uint64_t mask = turnstiles_of(d);
-    for (int32_t i = 0; i < TURNSTILES; i++) { /* in one order, so that nobody waits in a circle */
-        turnstile *t = &turnstiles[i];
-        if (mask >> i & 1) {
-            ql_lock(&t->mutex);
-            uint64_t number = t->next++;
-            while (t->serving != number) {
-                ql_cond_wait(&t->moved, &t->mutex);
-            }
-            ql_unlock(&t->mutex);
-        }
-    }
-}
-
-static void end_turn(const ql_devices *d) {
-    uint64_t mask = turnstiles_of(d);
-    for (int32_t i = 0; i < TURNSTILES; i++) {
-        turnstile *t = &turnstiles[i];
-        if (mask >> i & 1) {
-            ql_lock(&t->mutex);
-            t->serving++;
-            ql_cond_broadcast(&t->moved);
-            ql_unlock(&t->mutex);
-        }
-    }
+    return gpus;
 }
 
 ql_status ql_devices_run(const ql_devices *d, ql_lane_group *lanes, ql_lane_fn fn, void *arg, ql_error *err) {
-    take_turn(d);
+    uint64_t gpus = shared_gpus(d);
+    ql_turns_take(gpus);
     ql_status status = ql_lanes_run(lanes, fn, arg, err);
-    end_turn(d);
+    ql_turns_end(gpus);
     return status;
 }
 

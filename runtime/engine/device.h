@@ -36,9 +36,8 @@ ql_status ql_devices_open_lane(ql_devices *devices, const ql_options *options, q
 /* With all lanes open: connects them and proves their collectives. `lanes` runs it on every lane. */
 ql_status ql_devices_connect(ql_devices *devices, ql_lane_group *lanes, ql_error *err);
 
-/* ql_lanes_run for what makes lanes wait for each other on their GPUs: engines of one process that share a GPU take turns, first
- * come first served. A chain takes all of a GPU and waits there for its peers', so two engines at once could each hold one GPU
- * and wait for the other. For host lanes and for one lane it is ql_lanes_run. */
+/* ql_lanes_run for what makes lanes wait for each other on their GPUs: engines of one process that share a GPU take turns (turns.h).
+ * For host lanes and for one lane it is ql_lanes_run. */
 ql_status ql_devices_run(const ql_devices *devices, ql_lane_group *lanes, ql_lane_fn fn, void *arg, ql_error *err);
 
 /* Memory that one lane may use: for host lanes its share of what the machine has free, for GPUs what the fullest has, less
