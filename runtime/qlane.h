@@ -428,7 +428,8 @@ typedef struct ql_lane_plan {
     uint64_t state_bytes; /* recurrent state and conv tails of max_seqs sequences */
     uint64_t kv_bytes;    /* for max_seqs sequences of ctx tokens */
     uint64_t workspace_bytes;
-    uint64_t context_bytes; /* of the GPU's driver and NCCL: an estimate, no device is asked */
+    uint64_t context_bytes; /* of the GPU's driver and NCCL: an estimate */
+    uint64_t nccl_bytes;    /* NCCL's part of these; 0 where GPUs reach each other's memory */
     uint64_t total_bytes;
     int32_t q_head0, q_head1, kv_head0, kv_head1, key_head0, key_head1, value_head0, value_head1;
     int32_t mlp0, mlp1, vocab0, vocab1;
@@ -446,8 +447,10 @@ typedef struct ql_plan {
 } ql_plan;
 
 /* Plans from headers alone; needs no device. Uses model-independent fields of `options` (lanes, ctx, max_seqs, chunk,
- * kv, mtp, mem_bytes). Set plan->size first. A lane count that the model does not allow is refused with those that it
- * does. A plan over mem_bytes is not an error here: compare total_bytes, or see max_ctx_that_fits. */
+ * kv, mtp, mem_bytes; device and devices, where lanes are to be GPUs). GPUs are taken to reach each other's memory unless
+ * this machine has them and its driver says otherwise. Set plan->size first. A lane count that the model does not allow
+ * is refused with those that it does. A plan over mem_bytes is not an error here: compare total_bytes, or see
+ * max_ctx_that_fits. */
 QL_API ql_status ql_checkpoint_plan(const ql_checkpoint *checkpoint, const ql_options *options, ql_plan *plan,
                                     ql_error *err);
 

@@ -128,6 +128,9 @@ static void print_text(const plan *p) {
     print_bytes_row(of, "recurrent state", FIELD(state_bytes));
     print_bytes_row(of, "workspace", FIELD(workspace_bytes));
     print_bytes_row(of, "context (estimated)", FIELD(context_bytes));
+    if (of->lane[0].nccl_bytes) {
+        print_bytes_row(of, "  of it NCCL", FIELD(nccl_bytes));
+    }
     print_bytes_row(of, "total", FIELD(total_bytes));
     putchar('\n');
     print_range_row(of, "query heads", FIELD(q_head0));
@@ -157,15 +160,15 @@ static void print_text(const plan *p) {
 static json_t *json_range(int32_t first, int32_t end) { return json_pack("[i, i]", first, end); }
 
 static json_t *json_lane(const ql_lane_plan *l) {
-    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o}", "weight_bytes",
+    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o}", "weight_bytes",
                      (json_int_t)l->weight_bytes, "scale_bytes", (json_int_t)l->scale_bytes, "stored_weight_bytes",
                      (json_int_t)l->stored_weight_bytes, "stored_scale_bytes", (json_int_t)l->stored_scale_bytes,
                      "kv_bytes", (json_int_t)l->kv_bytes, "state_bytes", (json_int_t)l->state_bytes, "workspace_bytes",
-                     (json_int_t)l->workspace_bytes, "context_bytes", (json_int_t)l->context_bytes, "total_bytes",
-                     (json_int_t)l->total_bytes, "q_heads", json_range(l->q_head0, l->q_head1), "kv_heads",
-                     json_range(l->kv_head0, l->kv_head1), "key_heads", json_range(l->key_head0, l->key_head1),
-                     "value_heads", json_range(l->value_head0, l->value_head1), "mlp", json_range(l->mlp0, l->mlp1),
-                     "vocab", json_range(l->vocab0, l->vocab1));
+                     (json_int_t)l->workspace_bytes, "context_bytes", (json_int_t)l->context_bytes, "nccl_bytes",
+                     (json_int_t)l->nccl_bytes, "total_bytes", (json_int_t)l->total_bytes, "q_heads",
+                     json_range(l->q_head0, l->q_head1), "kv_heads", json_range(l->kv_head0, l->kv_head1), "key_heads",
+                     json_range(l->key_head0, l->key_head1), "value_heads", json_range(l->value_head0, l->value_head1),
+                     "mlp", json_range(l->mlp0, l->mlp1), "vocab", json_range(l->vocab0, l->vocab1));
 }
 
 static int print_json(const plan *p) {

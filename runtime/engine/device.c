@@ -81,13 +81,33 @@ ql_status ql_devices_choose(ql_devices *d, const ql_options *o, const ql_config 
     return QL_OK;
 }
 
+#if QL_CUDA
+/* That the GPUs of a plan are there and cannot reach each other's memory. */
+static bool lacks_peers(ql_devices *d, const ql_options *o) {
+    if (d->n_lane == 1 || d->n_lane > QL_MAX_SLICES) { /* too many are refused later */
+        return false;
+    }
+    int32_t count = ql_cuda_count(NULL);
+    for (int32_t i = 0; i < d->n_lane; i++) {
+        d->ordinal[i] = o->devices ? o->devices[i] : i;
+        if (d->ordinal[i] < 0 || d->ordinal[i] >= count) {
+            return false;
+        }
+    }
+    return !ql_comm_cuda_peers(d->ordinal, d->n_lane);
+}
+#endif
+
 ql_status ql_devices_of_plan(ql_devices *d, const ql_options *o, ql_error *err) {
     memset(d, 0, sizeof *d);
     d->n_lane = o->lanes ? o->lanes : 1;
     d->kind = o->device == QL_DEVICE_CUDA ? QL_DEVICE_CUDA : QL_DEVICE_HOST;
     d->ops = ql_host_ops();
 #if QL_CUDA
-    d->ops = d->kind == QL_DEVICE_CUDA ? ql_cuda_ops() : d->ops;
+    if (d->kind == QL_DEVICE_CUDA) {
+        d->ops = ql_cuda_ops();
+        d->nccl = lacks_peers(d, o);
+    }
     (void)err;
     return QL_OK;
 #else
@@ -106,10 +126,17 @@ uint64_t ql_devices_comm_bytes(const ql_devices *d, size_t max_bytes) {
 #endif
 }
 
-/* Measured on an H200 (driver 580, CUDA 13.0) with this code for one architecture. Where NCCL has to serve it takes more. */
-enum { CONTEXT_BYTES = 560 << 20, LATER_BYTES = 192 << 20 };
+/* Measured on H200 (driver 580, CUDA 13.0) with this code for one architecture; NCCL 2.28.3 on two of them, its communicators and its
+ * first collectives. */
+enum { CONTEXT_BYTES = 560 << 20, NCCL_BYTES = 862 << 20, LATER_BYTES = 192 << 20 };
 
-uint64_t ql_devices_context_bytes(const ql_devices *d) { return d->kind == QL_DEVICE_HOST ? 0 : CONTEXT_BYTES; }
+uint64_t ql_devices_nccl_bytes(const ql_devices *d) {
+    return d->kind == QL_DEVICE_CUDA && d->n_lane > 1 && d->nccl ? NCCL_BYTES : 0;
+}
+
+uint64_t ql_devices_context_bytes(const ql_devices *d) {
+    return d->kind == QL_DEVICE_HOST ? 0 : CONTEXT_BYTES + ql_devices_nccl_bytes(d);
+}
 
 /* ---- open ---------------------------------------------------------------------------------------------------------- */
 
@@ -202,6 +229,7 @@ ql_status ql_devices_connect(ql_devices *d, ql_lane_group *lanes, ql_error *err)
             QL_TRY(ql_devices_run(d, lanes, prove_lane, NULL, err));
             QL_TRY(ql_comm_cuda_settle(d->comm, &again, err));
         }
+        d->nccl = strcmp(ql_comm_cuda_path(d->comm), "nccl") == 0;
         return ql_lanes_run(lanes, begin_lane, NULL, err);
     }
 #endif

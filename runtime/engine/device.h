@@ -10,6 +10,7 @@ typedef struct ql_devices {
     int32_t n_lane;
     int32_t ordinal[QL_MAX_SLICES]; /* CUDA */
     int32_t cc;                     /* CUDA: compute capability of the code that runs there, 75 for 7.5; 0: not known */
+    bool nccl;                      /* CUDA: NCCL serves; for an engine, known once its lanes are connected */
     const ql_ops *ops;              /* the kind's table, for plans */
     ql_comm_group *comm;
 } ql_devices;
@@ -17,14 +18,16 @@ typedef struct ql_devices {
 /* Settles kind, lane count and GPUs from the options, before anything is opened. */
 ql_status ql_devices_choose(ql_devices *devices, const ql_options *options, const ql_config *config, ql_error *err);
 
-/* The same for a plan, which asks no driver: host lanes unless the options name CUDA ones. */
+/* The same for a plan, which needs no device: host lanes unless the options name CUDA ones. Where this machine has the GPUs of several
+ * lanes it asks the driver whether they reach each other's memory, and else takes it that they do. */
 ql_status ql_devices_of_plan(ql_devices *devices, const ql_options *options, ql_error *err);
 
 /* Device memory of one lane's collectives, for vectors of at most max_bytes. */
 uint64_t ql_devices_comm_bytes(const ql_devices *devices, size_t max_bytes);
 
-/* About what the driver takes on each GPU beside what a lane asks for: context and code, without NCCL. 0 for host lanes. */
+/* About what is taken on each GPU beside what a lane asks for: context and code, and NCCL where it serves. 0 for host lanes. */
 uint64_t ql_devices_context_bytes(const ql_devices *devices);
+uint64_t ql_devices_nccl_bytes(const ql_devices *devices); /* NCCL's part */
 
 /* On the caller's thread: opens what all lanes share. */
 ql_status ql_devices_open(ql_devices *devices, const ql_options *options, ql_lane_group *lanes, size_t max_bytes,

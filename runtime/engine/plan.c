@@ -124,7 +124,6 @@ ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_
     if (plan->size != sizeof *plan) {
         return ql_fail(err, QL_ERR_USAGE, "plan.size is %zu; set it to sizeof(ql_plan), %zu", plan->size, sizeof *plan);
     }
-    /* Plans need no device: unless CUDA lanes are asked for by name they are host lanes'. */
     ql_devices devices;
     QL_TRY(ql_devices_of_plan(&devices, o, err));
     int32_t n_lane = devices.n_lane;
@@ -140,7 +139,7 @@ ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_
     plan->kv = o->kv;
     plan->mem_bytes = o->mem_bytes;
     plan->max_ctx_that_fits = o->mem_bytes ? ql_plan_max_ctx(ckpt, o, &devices, o->mem_bytes) : ckpt->config.max_ctx;
-    uint64_t context = ql_devices_context_bytes(&devices);
+    uint64_t context = ql_devices_context_bytes(&devices), nccl = ql_devices_nccl_bytes(&devices);
     plan->ctx = o->ctx ? o->ctx : plan->max_ctx_that_fits ? plan->max_ctx_that_fits : QL_PAGE;
     ql_model_limits limits = ql_limits_of(o, &devices, plan->ctx);
     plan->state_bytes_per_seq = ql_model_slot_bytes(ckpt, &shard);
@@ -159,6 +158,7 @@ ql_status ql_checkpoint_plan(const ql_checkpoint *ckpt, const ql_options *o, ql_
             .kv_bytes = b.kv,
             .workspace_bytes = b.workspace,
             .context_bytes = context,
+            .nccl_bytes = nccl,
             .total_bytes = total_of(&b) + context,
             .q_head0 = shard.q0,
             .q_head1 = shard.q1,

@@ -220,6 +220,20 @@ uint64_t ql_comm_cuda_bytes(int32_t n_lane, size_t max_bytes) {
            QL_CUDA_EXCHANGE_BYTES;
 }
 
+bool ql_comm_cuda_peers(const int32_t *ordinal, int32_t n) {
+    for (int32_t i = 0; i < n; i++) {
+        for (int32_t j = 0; j < n; j++) {
+            int can = 0;
+            if (ordinal[i] != ordinal[j] &&
+                (cudaDeviceCanAccessPeer(&can, ordinal[i], ordinal[j]) != cudaSuccess || !can)) {
+                cudaGetLastError();
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
 ql_status ql_comm_cuda_open(ql_comm_group **group, const ql_comm_cuda_options *o, ql_error *err) {
     struct ql_comm_group *g = NULL;
     QL_TRY(ql_alloc(o->mem, 1, sizeof *g, "the lanes' shared state", (void **)&g, err));

@@ -34,6 +34,10 @@ typedef struct ql_comm_cuda_options {
 /* Device memory that a lane's collectives take, once they have been proved. */
 uint64_t ql_comm_cuda_bytes(int32_t n_lane, size_t max_bytes);
 
+/* Whether the driver says that n GPUs can reach each other's memory. Any thread, before anything is opened: no context is made, and the
+ * current device stays as it was. Where it says so, the peer path may still turn out to be wrong. */
+bool ql_comm_cuda_peers(const int32_t *ordinal, int32_t n);
+
 /* Finds NCCL where n_lane > 1, and refuses one that cannot serve. Any thread; its current device stays as it was. */
 ql_status ql_comm_cuda_open(ql_comm_group **group, const ql_comm_cuda_options *options, ql_error *err);
 
