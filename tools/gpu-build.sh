@@ -24,7 +24,7 @@ for f in kernels/*.cu kernels/cuda/*.cu; do
     fi
     list="$list $o"
 done
-for f in kernels/*.c kernels/cuda/*.c kernels/host/*.c runtime/base/*.c tests/kcase.c tests/cases/*.c; do
+for f in kernels/*.c kernels/cuda/*.c kernels/host/*.c runtime/base/*.c tests/kcase.c tests/cases/*.c tests/gpu/rig.c; do
     o=$obj/${f//\//_}.o
     extra=
     case $f in

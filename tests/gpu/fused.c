@@ -3,7 +3,7 @@
  *
  *     fused [REPEATS]
  */
-#include "kernels/cuda.h"
+#include "tests/gpu/rig.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,81 +12,6 @@
 enum { MAX_ROW = 300, MAX_K = 17408, MAX_N = 12288, HEADS = 48 };
 
 static ql_dev dev;
-static ql_error err;
-static uint64_t rng = 88172645463325252u;
-
-static void must(ql_status status) {
-    if (status != QL_OK) {
-        fprintf(stderr, "fused: %s\n", err.text);
-        exit(1);
-    }
-}
-
-static uint64_t next(void) {
-    rng ^= rng << 13;
-    rng ^= rng >> 7;
-    return rng ^= rng << 17;
-}
-
-static float *array(size_t n, float scale) {
-    float *host = malloc(n * 4), *p;
-    for (size_t i = 0; i < n; i++) {
-        host[i] = scale * ((float)(next() >> 40) * 0x1p-23f - 1.0f);
-    }
-    must(dev.ops->alloc(&dev, n * 4, "an array", (void **)&p));
-    must(dev.ops->h2d(&dev, p, host, n * 4));
-    must(dev.ops->sync(&dev));
-    free(host);
-    return p;
-}
-
-static ql_weight weight(ql_qformat format, int32_t n, int32_t k) {
-    size_t bytes = (size_t)ql_qformat_row_bytes(format, k) * (size_t)n, n_scale = (size_t)n * (size_t)(k / 16 + 4);
-    uint8_t *data = malloc(bytes + 8), *scale = malloc(n_scale);
-    for (size_t i = 0; i < bytes; i += 8) {
-        uint64_t v = next();
-        v = format == QL_FORMAT_BF16    ? (v & 0x807f807f807f807fu) | 0x3c003c003c003c00u
-            : format == QL_FORMAT_NVFP4 ? v
-                                        : v & 0xb7b7b7b7b7b7b7b7u; /* no NaN */
-        memcpy(data + i, &v, 8);
-    }
-    for (size_t i = 0; i < n_scale; i++) {
-        scale[i] = (uint8_t)(0x28 + next() % 16);
-    }
-    for (int32_t i = 0; format == QL_FORMAT_FP8_CHANNEL && i < n; i++) {
-        ((float *)(void *)scale)[i] = 0.01f + 0.001f * (float)(next() % 16);
-    }
-    ql_weight_src src = {.module = "fused",
-                         .format = format,
-                         .n = n,
-                         .k = k,
-                         .n_range = 1,
-                         .row1 = {n},
-                         .full_n = n,
-                         .full_k = k,
-                         .data = data,
-                         .scale = scale,
-                         .factor = format == QL_FORMAT_NVFP4 ? 0.01f : 1.0f,
-                         .scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : QL_DTYPE_F32};
-    ql_weight w;
-    must(dev.ops->weight_load(&dev, &src, &w));
-    must(dev.ops->sync(&dev));
-    free(data);
-    free(scale);
-    return w;
-}
-
-static void one_by_one(const ql_op *op, int32_t n) {
-    for (int32_t i = 0; i < n; i++) {
-        switch (op[i].kind) {
-        case QL_OP_RMSNORM: must(dev.ops->rmsnorm(&dev, &op[i].u.rmsnorm)); break;
-        case QL_OP_LINEAR: must(dev.ops->linear_group(&dev, op[i].u.linear.a, op[i].u.linear.n)); break;
-        case QL_OP_GATED_NORM: must(dev.ops->gated_norm(&dev, &op[i].u.gated_norm)); break;
-        case QL_OP_SWIGLU: must(dev.ops->swiglu(&dev, &op[i].u.swiglu)); break;
-        default: break;
-        }
-    }
-}
 
 /* What an op list writes: results of its products, and the residual stream of a norm. */
 struct result {
@@ -94,7 +19,8 @@ struct result {
     size_t n;
 };
 
-/* Runs the list both ways from the same inputs and compares. `x`: the stream that a norm changes, or NULL. */
+/* Runs the list both ways from the same inputs and compares. `x`: the stream that a norm changes, or NULL; x0, on the host: what it is
+ * before. */
 static bool same(const char *name, const ql_op *op, int32_t n, float *x, const float *x0, size_t x_n,
                  const struct result *result, int n_result, int repeats) {
     bool ok = true;
@@ -104,32 +30,26 @@ static bool same(const char *name, const ql_op *op, int32_t n, float *x, const f
         for (int way = 0; way < 2; way++) {
             int32_t taken = n;
             if (x) {
-                float *host = malloc(x_n * 4);
-                must(dev.ops->d2h(&dev, host, x0, x_n * 4));
-                must(dev.ops->sync(&dev));
-                must(dev.ops->h2d(&dev, x, host, x_n * 4));
-                must(dev.ops->sync(&dev));
-                free(host);
+                rig_put(&dev, x, x0, x_n * 4);
             }
             for (int i = 0; i < n_result; i++) {
                 if (result[i].dev != x) {
-                    must(dev.ops->zero(&dev, result[i].dev, result[i].n * 4));
+                    rig_must(dev.ops->zero(&dev, result[i].dev, result[i].n * 4));
                 }
             }
             if (way == 0) {
-                one_by_one(op, n);
+                rig_one_by_one(&dev, op, n);
             } else {
-                must(dev.ops->chain(&dev, op, n, &taken));
+                rig_must(dev.ops->chain(&dev, op, n, &taken));
             }
-            must(dev.ops->sync(&dev));
+            rig_must(dev.ops->sync(&dev));
             if (taken != n) {
                 printf("FAIL %s: %d of %d ops were taken\n", name, taken, n);
                 ok = false;
             }
             for (int i = 0; i < n_result; i++) {
                 got[way][i] = malloc(result[i].n * 4);
-                must(dev.ops->d2h(&dev, got[way][i], result[i].dev, result[i].n * 4));
-                must(dev.ops->sync(&dev));
+                rig_fetch(&dev, got[way][i], result[i].dev, result[i].n * 4);
             }
         }
         for (int i = 0; i < n_result; i++) {
@@ -159,9 +79,6 @@ static bool same(const char *name, const ql_op *op, int32_t n, float *x, const f
 
 int main(int argc, char **argv) {
     int repeats = argc > 1 ? atoi(argv[1]) : 2, bad = 0, passed = 0;
-    ql_cuda_device info;
-    must(ql_cuda_info(0, &info, &err));
-    must(ql_cuda_dev_open(&dev, 0, NULL, NULL, &err));
     ql_shape shape = {.hidden = 5120,
                       .vocab = 1024,
                       .vocab_local = 1024,
@@ -174,8 +91,7 @@ int main(int argc, char **argv) {
                       .max_seg = 1,
                       .max_out = 1,
                       .max_ctx = 512};
-    dev.scratch_bytes = dev.ops->scratch_bytes(&dev, &shape);
-    must(dev.ops->alloc(&dev, dev.scratch_bytes, "scratch", &dev.scratch));
+    rig_open(&dev, NULL, &shape);
     const struct {
         const char *name;
         int32_t hidden, in, mlp, heads, slices;
@@ -186,17 +102,20 @@ int main(int argc, char **argv) {
     const int32_t all_rows[] = {1, 65, 300};
     const ql_precision all[] = {QL_PREC_BF16, QL_PREC_FP8, QL_PREC_EXACT};
     static const char *const precision_names[] = {"bf16", "fp8", "exact"};
-    float *x = array((size_t)MAX_ROW * 5120, 1.0f), *x0 = array((size_t)MAX_ROW * 5120, 1.0f),
-          *delta = array((size_t)MAX_ROW * 5120, 0.5f), *xn = array((size_t)MAX_ROW * 5120, 0.0f),
-          *g = array((size_t)MAX_ROW * MAX_K, 3.0f), *u = array((size_t)MAX_ROW * MAX_K, 1.0f),
-          *made = array((size_t)MAX_ROW * MAX_K, 0.0f), *w_norm = array(5120, 0.2f), *w_head = array(128, 1.0f),
-          *y0 = array((size_t)MAX_ROW * MAX_N, 0.0f), *y1 = array((size_t)MAX_ROW * MAX_N, 0.0f),
-          *y2 = array((size_t)MAX_ROW * MAX_N, 0.0f);
+    const size_t stream = (size_t)MAX_ROW * 5120, wide = (size_t)MAX_ROW * MAX_K, most = (size_t)MAX_ROW * MAX_N;
+    float *x0 = rig_numbers(stream, 1.0f, 0.0f), *x = rig_room(&dev, stream * 4),
+          *delta = rig_floats(&dev, stream, 0.5f, 0.0f), *xn = rig_room(&dev, stream * 4),
+          *g = rig_floats(&dev, wide, 3.0f, 0.0f), *u = rig_floats(&dev, wide, 1.0f, 0.0f),
+          *made = rig_room(&dev, wide * 4), *w_norm = rig_floats(&dev, 5120, 0.2f, 0.0f),
+          *w_head = rig_floats(&dev, 128, 1.0f, 0.0f), *y0 = rig_room(&dev, most * 4), *y1 = rig_room(&dev, most * 4),
+          *y2 = rig_room(&dev, most * 4);
     for (int m = 0; m < 3; m++) {
         int32_t hidden = models[m].hidden, in = models[m].in, values = models[m].heads * 128, mlp = models[m].mlp;
-        ql_weight w_in = weight(models[m].mixer, in, hidden), w_z = weight(models[m].mixer, values, hidden),
-                  w_a = weight(QL_FORMAT_BF16, models[m].heads, hidden), out = weight(models[m].mixer, hidden, values),
-                  down = weight(models[m].wide, hidden, mlp);
+        ql_weight w_in = rig_weight(&dev, models[m].mixer, in, hidden),
+                  w_z = rig_weight(&dev, models[m].mixer, values, hidden),
+                  w_a = rig_weight(&dev, QL_FORMAT_BF16, models[m].heads, hidden),
+                  out = rig_weight(&dev, models[m].mixer, hidden, values),
+                  down = rig_weight(&dev, models[m].wide, hidden, mlp);
         for (int r = 0; r < 3; r++) {
             for (int p = 0; p < 3; p++) {
                 int32_t rows = all_rows[r];
@@ -257,7 +176,7 @@ int main(int argc, char **argv) {
             }
         }
     }
-    must(dev.ops->sync(&dev));
+    rig_must(dev.ops->sync(&dev));
     printf("fused: %d passed, %d failed, 0 skipped\n", passed, bad);
     return bad > 0;
 }

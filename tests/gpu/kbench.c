@@ -3,66 +3,24 @@
  *
  *     kbench [FILTER]...
  */
-#include "kernels/cuda.h"
+#include "tests/gpu/rig.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum { MAX_COPY = 16, MAX_ROW = 2048, PAGES = 2048 + 64 };
 
 static ql_dev dev;
-static ql_error err;
 static ql_cuda_device info;
 static double stream_rate; /* bytes a second */
 static double int8_rate;   /* operations a second */
 static int n_filter;
 static char **filter;
 
-static void must(ql_status status) {
-    if (status != QL_OK) {
-        fprintf(stderr, "kbench: %s\n", err.text);
-        exit(1);
-    }
-}
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static uint64_t rng = 88172645463325252u;
-static uint64_t next(void) {
-    rng ^= rng << 13;
-    rng ^= rng >> 7;
-    return rng ^= rng << 17;
-}
-
-static void *room(size_t bytes) {
-    void *p;
-    must(dev.ops->alloc(&dev, bytes, "bench", &p));
-    return p;
-}
-
-static float *floats(int64_t n, float scale) {
-    float *host = malloc((size_t)n * 4), *p = room((size_t)n * 4);
-    for (int64_t i = 0; i < n; i++) {
-        host[i] = scale * ((float)(next() >> 40) * 0x1p-23f - 1.0f);
-    }
-    must(dev.ops->h2d(&dev, p, host, (size_t)n * 4));
-    must(dev.ops->sync(&dev));
-    free(host);
-    return p;
-}
-
-static int32_t *ints(const int32_t *v, int64_t n) {
-    int32_t *p = room((size_t)n * 4);
-    must(dev.ops->h2d(&dev, p, v, (size_t)n * 4));
-    must(dev.ops->sync(&dev));
-    return p;
-}
+static void *room(size_t bytes) { return rig_room(&dev, bytes); }
+static float *floats(int64_t n, float scale) { return rig_floats(&dev, (size_t)n, scale, 0.0f); }
+static int32_t *ints(const int32_t *v, int64_t n) { return rig_copy(&dev, v, (size_t)n * sizeof *v); }
 
 static bool wanted(const char *name) {
     bool hit = n_filter == 0;
@@ -70,29 +28,6 @@ static bool wanted(const char *name) {
         hit = hit || strstr(name, filter[i]);
     }
     return hit;
-}
-
-/* Seconds of one call: `call` is recorded `reps` times. */
-static double time_calls(void (*call)(int i), int reps) {
-    void *graph;
-    call(0);
-    must(dev.ops->sync(&dev));
-    must(ql_cuda_capture_begin(&dev));
-    for (int i = 0; i < reps; i++) {
-        call(i);
-    }
-    must(ql_cuda_capture_end(&dev, &graph));
-    double best = 1e9;
-    for (int round = 0; round < 4; round++) {
-        must(dev.ops->sync(&dev));
-        double t = now();
-        must(ql_cuda_graph_launch(&dev, graph));
-        must(dev.ops->sync(&dev));
-        t = now() - t;
-        best = round > 0 && t < best ? t : best;
-    }
-    ql_cuda_graph_free(&dev, graph);
-    return best / reps;
 }
 
 /* The device anew, with kernels by name, and scratch for all of the shapes here. */
@@ -113,10 +48,7 @@ static void open_device(const char *kernels) {
         dev.ops->free(&dev, dev.scratch);
         dev.ops->close(&dev);
     }
-    must(ql_cuda_dev_open(&dev, 0, kernels, NULL, &err));
-    size_t bytes = dev.ops->scratch_bytes(&dev, &shape);
-    dev.scratch = room(bytes);
-    dev.scratch_bytes = bytes;
+    rig_open(&dev, kernels, &shape);
 }
 
 static void report(const char *name, double s, double bytes, double flops) {
@@ -154,7 +86,7 @@ static const char *const precision_names[] = {"auto", "exact", "bf16", "fp8", "q
 
 static void call_linear(int i) {
     lin.w = &weight[i % n_copy];
-    must(dev.ops->linear(&dev, &lin));
+    rig_must(dev.ops->linear(&dev, &lin));
 }
 
 static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slice, const int32_t *rows, int n_rows,
@@ -171,44 +103,15 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
     }
     uint64_t wb, sb;
     dev.ops->weight_bytes(format, n, k, 0, 0, &wb, &sb);
-    size_t row = (size_t)ql_qformat_row_bytes(format, k);
-    uint8_t *data = malloc(row * (size_t)n + 8), *scale = malloc((size_t)n * (size_t)(k / 16 + 4));
-    for (size_t i = 0; i < row * (size_t)n; i += 8) {
-        uint64_t v = next();
-        if (format == QL_FORMAT_BF16) {
-            v = (v & 0x807f807f807f807fu) | 0x3c003c003c003c00u;
-        } else if (format != QL_FORMAT_NVFP4) {
-            v &= 0xf7f7f7f7f7f7f7f7u; /* no NaN */
-        }
-        memcpy(data + i, &v, 8);
-    }
-    for (int64_t i = 0; i < (int64_t)n * (k / 16 + 4); i++) {
-        scale[i] = (uint8_t)(0x28 + next() % 32);
-    }
-    float *f = (float *)(void *)scale;
-    for (int64_t i = 0; format != QL_FORMAT_NVFP4 && i < n; i++) {
-        f[i] = 0.01f;
-    }
-    ql_weight_src src = {.module = "bench",
-                         .format = format,
-                         .n = n,
-                         .k = k,
-                         .n_range = 1,
-                         .row1 = {n},
-                         .full_n = n,
-                         .full_k = k,
-                         .data = data,
-                         .scale = scale,
-                         .factor = 0.5f,
-                         .records = format == QL_FORMAT_NVFP4 && precision == QL_PREC_Q8,
-                         .scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : QL_DTYPE_F32};
+    rig_codes codes = rig_codes_of(format, n, k);
+    ql_weight_src src = rig_src(&codes);
+    src.records = format == QL_FORMAT_NVFP4 && precision == QL_PREC_Q8;
     n_copy = (int)(300000000 / (wb + sb)) + 1;
     n_copy = n_copy < 2 ? 2 : n_copy > MAX_COPY ? MAX_COPY : n_copy;
     for (int i = 0; i < n_copy; i++) {
-        must(dev.ops->weight_load(&dev, &src, &weight[i]));
+        weight[i] = rig_load(&dev, &src);
     }
-    free(data);
-    free(scale);
+    rig_codes_free(&codes);
     static float *x, *y;
     if (!x) {
         x = floats((int64_t)MAX_ROW * 17408, 1.0f);
@@ -226,7 +129,10 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
                                .phase = phase,
                                .precision = precision};
         bool slow = strcmp(q8_kernel, "-reference") == 0; /* a tenth of a second a call */
-        double s = time_calls(call_linear, phase == QL_PHASE_GEN ? 4 * n_copy < 32 ? 32 : 4 * n_copy : slow ? 1 : 6);
+        double s = rig_time(&dev, call_linear,
+                            phase == QL_PHASE_GEN ? 4 * n_copy < 32 ? 32 : 4 * n_copy
+                            : slow                ? 1
+                                                  : 6);
         snprintf(name, sizeof name, "linear.%s.%s.%s%s n%d k%d s%d t%d", ql_qformat_name(format),
                  phase ? "gen" : "prompt", precision_names[precision], q8_kernel, n, k, n_slice, t);
         report(name, s, phase == QL_PHASE_GEN ? (double)(wb + sb) + 4.0 * t * (n + k) : 0,
@@ -261,7 +167,7 @@ static void bench_q8(void) {
     static const int32_t few[] = {1}, some[] = {16, 64}, many[] = {512};
     sink = room(16);
     for (int8_k = 16; int8_k <= 32; int8_k += 16) {
-        double s = time_calls(multiply_int8, 4), ops = ql_cuda_int8(ql_cuda_stream(&dev), info.n_sm, int8_k, sink);
+        double s = rig_time(&dev, multiply_int8, 4), ops = ql_cuda_int8(ql_cuda_stream(&dev), info.n_sm, int8_k, sink);
         printf("INT8 products, k %d: %.1f TOP/s\n", int8_k, ops / s * 1e-12);
         int8_rate = ops / s > int8_rate ? ops / s : int8_rate;
     }
@@ -323,43 +229,43 @@ static ql_embed_args embed;
 
 static void call_gdn(int i) {
     gdn.state = state + (i % n_state) * state_floats;
-    must(dev.ops->gdn(&dev, &gdn));
+    rig_must(dev.ops->gdn(&dev, &gdn));
 }
 static void call_conv(int i) {
     (void)i;
-    must(dev.ops->conv(&dev, &conv));
+    rig_must(dev.ops->conv(&dev, &conv));
 }
 static void call_prep(int i) {
     (void)i;
-    must(dev.ops->attn_prep(&dev, &prep));
+    rig_must(dev.ops->attn_prep(&dev, &prep));
 }
 static void call_attn(int i) {
     (void)i;
-    must(dev.ops->attention(&dev, &attn));
+    rig_must(dev.ops->attention(&dev, &attn));
 }
 static void call_norm(int i) {
     (void)i;
-    must(dev.ops->rmsnorm(&dev, &norm));
+    rig_must(dev.ops->rmsnorm(&dev, &norm));
 }
 static void call_gated(int i) {
     (void)i;
-    must(dev.ops->gated_norm(&dev, &gated));
+    rig_must(dev.ops->gated_norm(&dev, &gated));
 }
 static void call_swiglu(int i) {
     (void)i;
-    must(dev.ops->swiglu(&dev, &swiglu));
+    rig_must(dev.ops->swiglu(&dev, &swiglu));
 }
 static void call_topk(int i) {
     (void)i;
-    must(dev.ops->topk(&dev, &topk));
+    rig_must(dev.ops->topk(&dev, &topk));
 }
 static void call_sample(int i) {
     (void)i;
-    must(dev.ops->sample(&dev, &sample));
+    rig_must(dev.ops->sample(&dev, &sample));
 }
 static void call_embed(int i) {
     (void)i;
-    must(dev.ops->embed(&dev, &embed));
+    rig_must(dev.ops->embed(&dev, &embed));
 }
 
 static void bench_mixers(void) {
@@ -380,22 +286,22 @@ static void bench_mixers(void) {
         gated = (ql_gated_norm_args){o, m, small, u, rows[i], VALUE, 1e-6f};
         snprintf(name, sizeof name, "gdn.%s t%d", phase ? "gen" : "prompt", rows[i]);
         if (wanted(name)) {
-            report(name, time_calls(call_gdn, phase ? 256 : 8),
+            report(name, rig_time(&dev, call_gdn, phase ? 256 : 8),
                    phase ? 8.0 * (double)state_floats + 4.0 * rows[i] * (CH + 6144) : 0,
                    phase ? 0 : 2.0 * rows[i] * VALUE * (3.0 * 128 * 128 + 4.0 * 32 * 128));
         }
         snprintf(name, sizeof name, "conv t%d", rows[i]);
         if (wanted(name)) {
-            report(name, time_calls(call_conv, 64), 8.0 * rows[i] * CH, 0);
+            report(name, rig_time(&dev, call_conv, 64), 8.0 * rows[i] * CH, 0);
         }
         snprintf(name, sizeof name, "gated_norm t%d", rows[i]);
         if (wanted(name)) {
-            report(name, time_calls(call_gated, 64), 12.0 * rows[i] * 6144, 0);
+            report(name, rig_time(&dev, call_gated, 64), 12.0 * rows[i] * 6144, 0);
         }
         norm = (ql_rmsnorm_args){m, u, small, o, 5120, rows[i], 5120, 1e-6f};
         snprintf(name, sizeof name, "rmsnorm+delta t%d", rows[i]);
         if (wanted(name)) {
-            report(name, time_calls(call_norm, 64), 16.0 * rows[i] * 5120, 0);
+            report(name, rig_time(&dev, call_norm, 64), 16.0 * rows[i] * 5120, 0);
         }
     }
     static const int32_t mlp_rows[] = {1, 512, 2048};
@@ -404,7 +310,7 @@ static void bench_mixers(void) {
         swiglu = (ql_swiglu_args){gate, up, gate, mlp_rows[i], 17408};
         snprintf(name, sizeof name, "swiglu t%d", mlp_rows[i]);
         if (wanted(name)) {
-            report(name, time_calls(call_swiglu, 64), 12.0 * mlp_rows[i] * 17408, 0);
+            report(name, rig_time(&dev, call_swiglu, 64), 12.0 * mlp_rows[i] * 17408, 0);
         }
     }
     float *qg = floats((int64_t)MAX_ROW * HEAD * 512, 1.0f), *q = room((size_t)MAX_ROW * HEAD * 256 * 4);
@@ -428,12 +334,12 @@ static void bench_mixers(void) {
             prep = (ql_attn_prep_args){&batch, qg, m, u, small, small, rope, q, &cache, HEAD, 64, 1e-6f};
             snprintf(name, sizeof name, "attention.gen.%s ctx%d", types[ty].name, ctx[i]);
             if (wanted(name)) {
-                report(name, time_calls(call_attn, 16), (double)ctx[i] / 64 * (double)ql_kv_page_bytes(cache.type, KV),
-                       0);
+                report(name, rig_time(&dev, call_attn, 16),
+                       (double)ctx[i] / 64 * (double)ql_kv_page_bytes(cache.type, KV), 0);
             }
             snprintf(name, sizeof name, "attn_prep.%s t1", types[ty].name);
             if (i == 0 && wanted(name)) {
-                report(name, time_calls(call_prep, 64), 0, 0);
+                report(name, rig_time(&dev, call_prep, 64), 0, 0);
             }
         }
         static const int32_t prompt[][2] = {{512, 0}, {2048, 0}, {2048, 6144}, {2048, 30720}};
@@ -443,7 +349,7 @@ static void bench_mixers(void) {
             prep = (ql_attn_prep_args){&batch, qg, m, u, small, small, rope, q, &cache, HEAD, 64, 1e-6f};
             snprintf(name, sizeof name, "attn_prep.%s t%d", types[ty].name, n);
             if (i < 2 && wanted(name)) {
-                report(name, time_calls(call_prep, 16),
+                report(name, rig_time(&dev, call_prep, 16),
                        4.0 * 256 * n * (2 * HEAD + 2 * KV) + n / 64 * (double)ql_kv_page_bytes(cache.type, KV), 0);
             }
             for (int exact = 0; exact < 2; exact++) {
@@ -452,7 +358,7 @@ static void bench_mixers(void) {
                 snprintf(name, sizeof name, "attention.prompt.%s.%s t%d at%d", exact ? "exact" : "bf16", types[ty].name,
                          n, pos);
                 if (wanted(name)) {
-                    report(name, time_calls(call_attn, 2), 0, 4.0 * 256 * HEAD * n * (pos + 0.5 * n));
+                    report(name, rig_time(&dev, call_attn, 2), 0, 4.0 * 256 * HEAD * n * (pos + 0.5 * n));
                 }
             }
         }
@@ -477,8 +383,7 @@ static void bench_sampling(void) {
                                       .seed = 1,
                                       .counter = 2};
         }
-        ql_sample_row *row = room(sizeof host);
-        must(dev.ops->h2d(&dev, row, host, sizeof host));
+        ql_sample_row *row = rig_copy(&dev, host, sizeof host);
         topk = (ql_topk_args){.logits = logits,
                               .ld = V,
                               .n_row = 1,
@@ -492,34 +397,34 @@ static void bench_sampling(void) {
         sample = (ql_sample_args){topk.cand, topk.stat, row, 1, 1, CAP, room(16), room(16)};
         snprintf(name, sizeof name, "topk k%d", k[i]);
         if (wanted(name)) {
-            report(name, time_calls(call_topk, 64), 4.0 * V, 0);
+            report(name, rig_time(&dev, call_topk, 64), 4.0 * V, 0);
         }
         snprintf(name, sizeof name, "sample k%d", k[i]);
         if (wanted(name)) {
-            report(name, time_calls(call_sample, 64), 0, 0);
+            report(name, rig_time(&dev, call_sample, 64), 0, 0);
         }
     }
     int32_t id = 17;
     embed = (ql_embed_args){ints(&id, 1), logits, QL_DTYPE_BF16, 0, 64, room(5120 * 4), 1, 5120};
     if (wanted("embed t1")) {
-        report("embed t1", time_calls(call_embed, 64), 0, 0);
+        report("embed t1", rig_time(&dev, call_embed, 64), 0, 0);
     }
 }
 
 int main(int argc, char **argv) {
     n_filter = argc - 1;
     filter = argv + 1;
-    must(ql_cuda_info(0, &info, &err));
+    info = rig_info();
     open_device(NULL);
     printf("%s, %d SMs, compute %d.%d, scratch %.1f MB\n", dev.device, info.n_sm, info.major, info.minor,
            (double)dev.scratch_bytes * 1e-6);
     big_bytes = (size_t)8 << 30;
     big = room(big_bytes);
-    double s = time_calls(read_big, 2);
+    double s = rig_time(&dev, read_big, 2);
     stream_rate = (double)big_bytes / s;
     report("read 8 GiB", s, (double)big_bytes, 0);
     big_bytes = (size_t)50 << 20;
-    report("read 50 MiB (from a graph, second-level cache)", time_calls(read_big, 64), (double)big_bytes, 0);
+    report("read 50 MiB (from a graph, second-level cache)", rig_time(&dev, read_big, 64), (double)big_bytes, 0);
     dev.ops->free(&dev, big);
 
     static const int32_t few[] = {1, 2, 4, 8, 16}, one[] = {1}, prompt[] = {64, 512, 2048}, p512[] = {512};

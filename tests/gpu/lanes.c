@@ -4,13 +4,12 @@
  *
  *     lanes [ROUNDS]
  */
-#include "kernels/cuda.h"
+#include "tests/gpu/rig.h"
 
 #include <cuda_runtime.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum {
     HIDDEN = 960,
@@ -26,16 +25,6 @@ enum {
     DEADLINE_MS = 500
 };
 
-static ql_error err;
-static uint64_t rng = 88172645463325252u;
-
-static void must(ql_status status) {
-    if (status != QL_OK) {
-        fprintf(stderr, "lanes: %s\n", err.text);
-        exit(1);
-    }
-}
-
 static void cuda_must(cudaError_t e) {
     if (e != cudaSuccess) {
         fprintf(stderr, "lanes: %s\n", cudaGetErrorString(e));
@@ -43,74 +32,25 @@ static void cuda_must(cudaError_t e) {
     }
 }
 
-static uint64_t next(void) {
-    rng ^= rng << 13;
-    rng ^= rng >> 7;
-    return rng ^= rng << 17;
-}
-
-static float *numbers(size_t n, float scale, float mean) {
-    float *p = malloc(n * sizeof *p);
-    for (size_t i = 0; i < n; i++) {
-        p[i] = mean + scale * ((float)(next() >> 40) * 0x1p-23f - 1.0f);
-    }
-    return p;
-}
-
 /* ---- weights on the host, whole ------------------------------------------------------------------------------------- */
 
-struct whole {
-    ql_qformat format;
-    int32_t n, k;
-    uint8_t *data, *scale;
-};
-
-static struct whole whole(ql_qformat format, int32_t n, int32_t k) {
-    size_t bytes = (size_t)ql_qformat_row_bytes(format, k) * (size_t)n, n_scale = (size_t)n * (size_t)(k / 16 + 4);
-    struct whole w = {format, n, k, malloc(bytes + 8), malloc(n_scale)};
-    for (size_t i = 0; i < bytes; i += 8) {
-        uint64_t v = next();
-        v = format == QL_FORMAT_BF16    ? (v & 0x807f807f807f807fu) | 0x3c003c003c003c00u
-            : format == QL_FORMAT_NVFP4 ? v
-                                        : v & 0xb7b7b7b7b7b7b7b7u; /* no NaN, no outliers */
-        memcpy(w.data + i, &v, 8);
-    }
-    for (size_t i = 0; i < n_scale; i++) {
-        w.scale[i] = (uint8_t)(0x28 + next() % 16);
-    }
-    float *row_scale = (float *)(void *)w.scale;
-    for (int32_t i = 0; format == QL_FORMAT_FP8_CHANNEL && i < n; i++) {
-        row_scale[i] = 0.01f + 0.001f * (float)(next() % 16);
-    }
-    return w;
-}
-
 /* Rows of up to three ranges, or columns from col0 on. */
-static ql_weight cut(ql_dev *dev, const struct whole *w, int32_t n_range, const int32_t (*range)[2], int32_t col0,
+static ql_weight cut(ql_dev *dev, const rig_codes *w, int32_t n_range, const int32_t (*range)[2], int32_t col0,
                      int32_t k) {
-    ql_weight_src src = {.module = "lanes",
-                         .format = w->format,
-                         .k = k,
-                         .n_range = n_range,
-                         .col0 = col0,
-                         .full_n = w->n,
-                         .full_k = w->k,
-                         .data = w->data,
-                         .scale = w->scale,
-                         .factor = w->format == QL_FORMAT_NVFP4 ? 0.01f : 1.0f,
-                         .scale_dtype = w->format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : QL_DTYPE_F32};
+    ql_weight_src src = rig_src(w);
+    src.n = 0;
+    src.k = k;
+    src.col0 = col0;
+    src.n_range = n_range;
     for (int32_t i = 0; i < n_range; i++) {
         src.row0[i] = range[i][0];
         src.row1[i] = range[i][1];
         src.n += range[i][1] - range[i][0];
     }
-    ql_weight out;
-    must(dev->ops->weight_load(dev, &src, &out));
-    must(dev->ops->sync(dev));
-    return out;
+    return rig_load(dev, &src);
 }
 
-static struct whole w_qkv, w_z, w_b, w_a, w_out, w_gate, w_up, w_down;
+static rig_codes w_qkv, w_z, w_b, w_a, w_out, w_gate, w_up, w_down;
 static float *norm_in, *norm_post, *conv, *a_log, *dt_bias, *norm_gdn, *x0, *state0[LAYERS], *tail0[LAYERS];
 
 /* ---- a lane ----------------------------------------------------------------------------------------------------------- */
@@ -126,16 +66,10 @@ struct lane {
     ql_op op[OPS];
 };
 
-static float *memory(struct lane *l, size_t n) {
-    void *p;
-    must(l->dev.ops->alloc(&l->dev, n * sizeof(float), "numbers", &p));
-    return p;
-}
+static float *memory(struct lane *l, size_t n) { return rig_room(&l->dev, n * sizeof(float)); }
 
 static float *copy_of(struct lane *l, const float *from, size_t n) {
-    float *p = memory(l, n);
-    must(l->dev.ops->h2d(&l->dev, p, from, n * sizeof(float)));
-    return p;
+    return rig_copy(&l->dev, from, n * sizeof(float));
 }
 
 /* Where this lane's channels are among all: q, k and v. */
@@ -164,19 +98,19 @@ static void lane_channels(const struct lane *l, float *all, float *own, int32_t 
 
 static void restart(struct lane *l) {
     const ql_ops *ops = l->dev.ops;
-    must(ops->h2d(&l->dev, l->x, x0, ROWS * HIDDEN * sizeof(float)));
+    rig_must(ops->h2d(&l->dev, l->x, x0, ROWS * HIDDEN * sizeof(float)));
     size_t n = (size_t)l->values * 128 * 128;
     float *own = malloc(ROWS * 3 * CHANNELS * sizeof(float));
     for (int i = 0; i < LAYERS; i++) {
         for (int s = 0; s < ROWS; s++) {
-            must(ops->h2d(&l->dev, l->state[i] + (size_t)s * n,
-                          state0[i] + ((size_t)s * VALUES + (size_t)(l->index * l->values)) * 128 * 128,
-                          n * sizeof(float)));
+            rig_must(ops->h2d(&l->dev, l->state[i] + (size_t)s * n,
+                              state0[i] + ((size_t)s * VALUES + (size_t)(l->index * l->values)) * 128 * 128,
+                              n * sizeof(float)));
         }
         lane_channels(l, tail0[i], own, ROWS * 3, 1, false);
-        must(ops->h2d(&l->dev, l->tail[i], own, (size_t)(ROWS * 3 * l->channels) * sizeof(float)));
+        rig_must(ops->h2d(&l->dev, l->tail[i], own, (size_t)(ROWS * 3 * l->channels) * sizeof(float)));
     }
-    must(ops->sync(&l->dev));
+    rig_must(ops->sync(&l->dev));
     free(own);
 }
 
@@ -187,7 +121,6 @@ static void open_lane(struct lane *l, int32_t index, int32_t n_lane) {
                        .values = VALUES / n_lane,
                        .mlp = MLP / n_lane,
                        .channels = CHANNELS / n_lane};
-    must(ql_cuda_dev_open(&l->dev, 0, NULL, NULL, &err));
     ql_shape shape = {.hidden = HIDDEN,
                       .vocab = 1024,
                       .vocab_local = 1024,
@@ -201,8 +134,7 @@ static void open_lane(struct lane *l, int32_t index, int32_t n_lane) {
                       .max_out = ROWS,
                       .max_ctx = 4096};
     ql_dev *dev = &l->dev;
-    dev->scratch_bytes = dev->ops->scratch_bytes(dev, &shape);
-    must(dev->ops->alloc(dev, dev->scratch_bytes, "scratch", &dev->scratch));
+    rig_open(dev, NULL, &shape);
     int32_t range[3][2], v = l->values, f = l->mlp;
     channel_ranges(l, range);
     l->qkv = cut(dev, &w_qkv, 3, (const int32_t(*)[2])range, 0, HIDDEN);
@@ -233,9 +165,7 @@ static void open_lane(struct lane *l, int32_t index, int32_t n_lane) {
     }
     /* rows of segments, positions, slots */
     static const int32_t index_of[] = {0, 1, 2, 3, 4, 7, 0, 9, 70, 1, 0, 3, 2};
-    must(dev->ops->alloc(dev, sizeof index_of, "batch", (void **)&l->seg));
-    must(dev->ops->h2d(dev, l->seg, index_of, sizeof index_of));
-    must(dev->ops->sync(dev));
+    l->seg = rig_copy(dev, index_of, sizeof index_of);
 }
 
 static ql_linear_args product(const struct lane *l, const ql_weight *w, const float *from, float *to, int32_t slices) {
@@ -328,34 +258,7 @@ static int fill(struct lane *l, int32_t rows, bool half) {
     return n;
 }
 
-static void one_by_one(struct lane *l, int n) {
-    const ql_ops *ops = l->dev.ops;
-    for (int i = 0; i < n; i++) {
-        const ql_op *op = &l->op[i];
-        switch (op->kind) {
-        case QL_OP_RMSNORM: must(ops->rmsnorm(&l->dev, &op->u.rmsnorm)); break;
-        case QL_OP_LINEAR: must(ops->linear_group(&l->dev, op->u.linear.a, op->u.linear.n)); break;
-        case QL_OP_CONV: must(ops->conv(&l->dev, &op->u.conv)); break;
-        case QL_OP_GDN: must(ops->gdn(&l->dev, &op->u.gdn)); break;
-        case QL_OP_GATED_NORM: must(ops->gated_norm(&l->dev, &op->u.gated_norm)); break;
-        case QL_OP_SWIGLU: must(ops->swiglu(&l->dev, &op->u.swiglu)); break;
-        case QL_OP_EXCHANGE: break; /* one lane alone has none */
-        case QL_OP_SOON: break;
-        }
-    }
-}
-
-static void chained(struct lane *l, int n) {
-    for (int i = 0; i < n;) {
-        int32_t taken;
-        must(l->dev.ops->chain(&l->dev, l->op + i, n - i, &taken));
-        if (taken == 0) {
-            fprintf(stderr, "lanes: op %d of %d was not taken on lane %d of %d\n", i, n, l->index, l->n_lane);
-            exit(1);
-        }
-        i += taken;
-    }
-}
+static void chained(struct lane *l, int n) { rig_chained(&l->dev, l->op, n); }
 
 /* ---- what lanes share --------------------------------------------------------------------------------------------- */
 
@@ -365,12 +268,10 @@ struct words {
 static struct words *words;
 
 static void connect(struct lane *lane, int32_t n) {
-    ql_cuda_device info;
-    must(ql_cuda_info(0, &info, &err));
-    ql_cuda_exchange x = {.n_lane = n, .n_sm = info.n_sm / n, .wait_ns = DEADLINE_MS * 1000000ull};
+    ql_cuda_exchange x = {.n_lane = n, .n_sm = rig_info().n_sm / n, .wait_ns = DEADLINE_MS * 1000000ull};
     for (int32_t i = 0; i < n; i++) {
-        must(lane[i].dev.ops->alloc(&lane[i].dev, QL_CUDA_EXCHANGE_BYTES, "sums", &x.room[i]));
-        must(lane[i].dev.ops->sync(&lane[i].dev));
+        x.room[i] = rig_room(&lane[i].dev, QL_CUDA_EXCHANGE_BYTES);
+        rig_must(lane[i].dev.ops->sync(&lane[i].dev));
     }
     for (int32_t i = 0; i < n; i++) {
         struct words *device_words;
@@ -385,7 +286,7 @@ static void connect(struct lane *lane, int32_t n) {
 
 static void sync_all(struct lane *lane, int32_t n) {
     for (int32_t i = 0; i < n; i++) {
-        must(lane[i].dev.ops->sync(&lane[i].dev));
+        rig_must(lane[i].dev.ops->sync(&lane[i].dev));
     }
 }
 
@@ -398,16 +299,16 @@ struct result {
 static void fetch(struct lane *l, struct result *r) {
     const ql_ops *ops = l->dev.ops;
     size_t rows = (size_t)l->batch.n_row, n = (size_t)l->values * 128 * 128;
-    must(ops->d2h(&l->dev, r->x, l->x, rows * HIDDEN * sizeof(float)));
-    must(ops->d2h(&l->dev, r->delta, l->delta, rows * HIDDEN * sizeof(float)));
+    rig_must(ops->d2h(&l->dev, r->x, l->x, rows * HIDDEN * sizeof(float)));
+    rig_must(ops->d2h(&l->dev, r->delta, l->delta, rows * HIDDEN * sizeof(float)));
     float *own = malloc(ROWS * 3 * CHANNELS * sizeof(float));
     for (int i = 0; i < LAYERS; i++) {
         for (int s = 0; s < ROWS; s++) {
-            must(ops->d2h(&l->dev, r->state[i] + ((size_t)s * VALUES + (size_t)(l->index * l->values)) * 128 * 128,
-                          l->state[i] + (size_t)s * n, n * sizeof(float)));
+            rig_must(ops->d2h(&l->dev, r->state[i] + ((size_t)s * VALUES + (size_t)(l->index * l->values)) * 128 * 128,
+                              l->state[i] + (size_t)s * n, n * sizeof(float)));
         }
-        must(ops->d2h(&l->dev, own, l->tail[i], (size_t)(ROWS * 3 * l->channels) * sizeof(float)));
-        must(ops->sync(&l->dev));
+        rig_must(ops->d2h(&l->dev, own, l->tail[i], (size_t)(ROWS * 3 * l->channels) * sizeof(float)));
+        rig_must(ops->sync(&l->dev));
         lane_channels(l, r->tail[i], own, ROWS * 3, 1, true);
     }
     free(own);
@@ -438,12 +339,6 @@ static int differing(struct lane *lane, int32_t n_lane, int round) {
     return bad;
 }
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static int passed, failed;
 
 static void verdict(bool ok, const char *name, int32_t n_lane, int32_t rows, const char *more) {
@@ -454,8 +349,8 @@ static void verdict(bool ok, const char *name, int32_t n_lane, int32_t rows, con
 static void test_bits(struct lane *one, struct lane *lane, int32_t n_lane, int32_t rows, bool half, int rounds) {
     char more[64];
     restart(one);
-    one_by_one(one, fill(one, rows, half));
-    must(one->dev.ops->sync(&one->dev));
+    rig_one_by_one(&one->dev, one->op, fill(one, rows, half));
+    rig_must(one->dev.ops->sync(&one->dev));
     memset(&want, 0, sizeof want);
     fetch(one, &want);
     int bad = 0, n = 0;
@@ -475,16 +370,16 @@ static void test_bits(struct lane *one, struct lane *lane, int32_t n_lane, int32
     void *graph[MOST_LANES];
     bad = 0;
     for (int32_t i = 0; i < n_lane; i++) {
-        must(ql_cuda_capture_begin(&lane[i].dev));
+        rig_must(ql_cuda_capture_begin(&lane[i].dev));
         chained(&lane[i], n);
-        must(ql_cuda_capture_end(&lane[i].dev, &graph[i]));
+        rig_must(ql_cuda_capture_end(&lane[i].dev, &graph[i]));
     }
     for (int round = 0; round < rounds; round++) {
         for (int32_t i = 0; i < n_lane; i++) {
             restart(&lane[i]);
         }
         for (int32_t i = n_lane; i-- > 0;) { /* who comes last differs from who came last above */
-            must(ql_cuda_graph_launch(&lane[i].dev, graph[i]));
+            rig_must(ql_cuda_graph_launch(&lane[i].dev, graph[i]));
         }
         sync_all(lane, n_lane);
         bad += differing(lane, n_lane, round) > 0;
@@ -504,12 +399,12 @@ static void test_absence(struct lane *lane, int32_t n_lane, bool told) {
         n = fill(&lane[i], 1, false);
         words[i].let_go = told;
     }
-    double t = now();
+    double t = rig_now();
     for (int32_t i = 0; i + 1 < n_lane; i++) {
         chained(&lane[i], n);
     }
     sync_all(lane, n_lane);
-    t = now() - t;
+    t = rig_now() - t;
     for (int32_t i = 0; i + 1 < n_lane; i++) {
         ok = ok && (told ? words[i].gave_up == QL_CUDA_LET_GO
                          : words[i].gave_up >= 1 && words[i].gave_up <= (uint32_t)n_lane);
@@ -524,31 +419,30 @@ static void close_lane(struct lane *l) { l->dev.ops->close(&l->dev); }
 
 int main(int argc, char **argv) {
     int rounds = argc > 1 ? atoi(argv[1]) : 50;
-    ql_cuda_device info;
-    must(ql_cuda_info(0, &info, &err));
+    ql_cuda_device info = rig_info();
     if (info.major != 9) {
         printf("lanes: 0 passed, 0 failed, 1 skipped (compute capability %d.%d has no chains)\n", info.major,
                info.minor);
         return 0;
     }
-    w_qkv = whole(QL_FORMAT_FP8_CHANNEL, CHANNELS, HIDDEN);
-    w_z = whole(QL_FORMAT_FP8_CHANNEL, VALUES * 128, HIDDEN);
-    w_b = whole(QL_FORMAT_BF16, VALUES, HIDDEN);
-    w_a = whole(QL_FORMAT_BF16, VALUES, HIDDEN);
-    w_out = whole(QL_FORMAT_FP8_CHANNEL, HIDDEN, VALUES * 128);
-    w_gate = whole(QL_FORMAT_NVFP4, MLP, HIDDEN);
-    w_up = whole(QL_FORMAT_NVFP4, MLP, HIDDEN);
-    w_down = whole(QL_FORMAT_NVFP4, HIDDEN, MLP);
-    norm_in = numbers(HIDDEN, 0.1f, 0.0f);
-    norm_post = numbers(HIDDEN, 0.1f, 0.0f);
-    norm_gdn = numbers(128, 0.2f, 1.0f);
-    conv = numbers(4 * CHANNELS, 0.5f, 0.0f);
-    a_log = numbers(VALUES, 0.5f, 0.0f);
-    dt_bias = numbers(VALUES, 0.5f, 0.0f);
-    x0 = numbers(ROWS * HIDDEN, 1.0f, 0.0f);
+    w_qkv = rig_codes_of(QL_FORMAT_FP8_CHANNEL, CHANNELS, HIDDEN);
+    w_z = rig_codes_of(QL_FORMAT_FP8_CHANNEL, VALUES * 128, HIDDEN);
+    w_b = rig_codes_of(QL_FORMAT_BF16, VALUES, HIDDEN);
+    w_a = rig_codes_of(QL_FORMAT_BF16, VALUES, HIDDEN);
+    w_out = rig_codes_of(QL_FORMAT_FP8_CHANNEL, HIDDEN, VALUES * 128);
+    w_gate = rig_codes_of(QL_FORMAT_NVFP4, MLP, HIDDEN);
+    w_up = rig_codes_of(QL_FORMAT_NVFP4, MLP, HIDDEN);
+    w_down = rig_codes_of(QL_FORMAT_NVFP4, HIDDEN, MLP);
+    norm_in = rig_numbers(HIDDEN, 0.1f, 0.0f);
+    norm_post = rig_numbers(HIDDEN, 0.1f, 0.0f);
+    norm_gdn = rig_numbers(128, 0.2f, 1.0f);
+    conv = rig_numbers(4 * CHANNELS, 0.5f, 0.0f);
+    a_log = rig_numbers(VALUES, 0.5f, 0.0f);
+    dt_bias = rig_numbers(VALUES, 0.5f, 0.0f);
+    x0 = rig_numbers(ROWS * HIDDEN, 1.0f, 0.0f);
     for (int i = 0; i < LAYERS; i++) {
-        state0[i] = numbers((size_t)ROWS * VALUES * 128 * 128, 0.1f, 0.0f);
-        tail0[i] = numbers(ROWS * 3 * CHANNELS, 1.0f, 0.0f);
+        state0[i] = rig_numbers((size_t)ROWS * VALUES * 128 * 128, 0.1f, 0.0f);
+        tail0[i] = rig_numbers(ROWS * 3 * CHANNELS, 1.0f, 0.0f);
     }
     static struct lane one, lane[MOST_LANES];
     open_lane(&one, 0, 1);
