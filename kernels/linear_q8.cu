@@ -13,6 +13,14 @@
 
 /* ---- activations ------------------------------------------------------------------------------------------------- */
 
+/* a / b as IEEE division has it; inverse: 1 / b, rounded. The remainder of the first guess is exact, so what it adds rounds to
+ * the nearest (Markstein). That does not hold for quotients below the least normal number: as a scale they become 1e-8, as a
+ * code 0. */
+__device__ __forceinline__ float quotient(float a, float b, float inverse) {
+    float q = a * inverse;
+    return fmaf(fmaf(-q, b, a), inverse, q);
+}
+
 /* Eight threads a block of 32 channels, four channels each. Grid (blocks of all slices, row). count: NULL, or what begins as
  * WIDE_COUNTS zeros. */
 __global__ void __launch_bounds__(128) quantize_kernel(const float *x, int64_t ldx, int k, int ks, int blocks,
@@ -26,9 +34,13 @@ __global__ void __launch_bounds__(128) quantize_kernel(const float *x, int64_t l
     int row = blockIdx.y, block = blockIdx.x * 16 + (threadIdx.x >> 3), in = (threadIdx.x & 7) * 4;
     bool there = block < n_block;
     block = there ? block : n_block - 1;
-    int c = block % blocks * QL_Q8_BLOCK + in,
-        n = min(4, ks - c); /* in the slice; no more than n of the four are its */
-    int64_t at = (int64_t)(block / blocks) * ks + c;
+    int64_t at = (int64_t)block * QL_Q8_BLOCK + in;
+    int n = 4; /* in the slice; no more than n of the four are its */
+    if (ks % QL_Q8_BLOCK) {
+        int c = block % blocks * QL_Q8_BLOCK + in;
+        n = min(4, ks - c);
+        at = (int64_t)(block / blocks) * ks + c;
+    }
     const float *from = x + row * ldx + at;
     int8_t *to = code + (int64_t)row * k + at;
     float v[4] = {};
@@ -50,21 +62,27 @@ __global__ void __launch_bounds__(128) quantize_kernel(const float *x, int64_t l
     for (int o = 4; o; o >>= 1) {
         most = max(most, __shfl_xor_sync(0xffffffffu, most, o));
     }
-    float scale = __uint_as_float(most) / 127.0f;
-    scale = scale < 1e-8f ? 1e-8f : scale;
-    int q[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        q[i] = most < 0x7f800000u ? __float2int_rn(v[i] / scale) : 0;
+    float scale = __uint_as_float(most); /* stays what it is when infinite or NaN */
+    if (most < 0x7f800000u) {
+        scale = quotient(scale, 127.0f, 1.0f / 127.0f);
     }
+    scale = scale < 1e-8f ? 1e-8f : scale;
+    float inverse = __frcp_rn(scale);
+    uint32_t q[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) { /* 1.5 2^23 + a whole number: its bits end with the number's */
+        q[i] = __float_as_uint(quotient(v[i], scale, inverse) + 12582912.0f);
+    }
+    uint32_t codes = prmt(prmt(q[0], q[1], 0x0040), prmt(q[2], q[3], 0x0040), 0x5410);
+    codes = most < 0x7f800000u ? codes : 0;
     if (!there) {
         return;
     }
     if (n == 4 && (uintptr_t)to % 4 == 0) {
-        *(uint32_t *)to = (q[0] & 255) | (q[1] & 255) << 8 | (q[2] & 255) << 16 | (uint32_t)q[3] << 24;
+        *(uint32_t *)to = codes;
     } else {
         for (int i = 0; i < n; i++) {
-            to[i] = (int8_t)q[i];
+            to[i] = (int8_t)(codes >> 8 * i);
         }
     }
     if (in == 0) {
