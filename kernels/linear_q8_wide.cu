@@ -5,14 +5,19 @@
  * group; each sum is multiplied by its group scale, the two are added, and their sum times the block's scale is added to the
  * result. These operations are what the kernel's time is made of, the matrix instructions run beside them.
  *
- * Two steps, the columns of a record, are brought at a time: through registers, while the two before are computed, with one
- * barrier. Rows beyond the last repeat it and are not written.
+ * Two steps, the columns of a record, are brought at a time, a stage: through registers, while the stage before is computed. What a
+ * step begins with is loaded from shared memory by the last quarter of the step before, so that matrix instructions never wait for
+ * it; the one barrier of a stage is in front of the last quarter of its second step. Rows beyond the last repeat it and are not
+ * written. What the kernel reads is dealt so that a warp's load touches few lines of memory: beside the operations above it is
+ * lines and shared memory that take the time.
  *
  * The columns of x are pieces whose sums a tree adds: slices, and quarters of a long slice. What waits in the tree lies in scratch
  * thread by thread, so there are as many blocks as run at a time, which take one tile after another. The tiles left for a last
  * round, where they are few, are shared out in parts of two or four, subtrees of pieces: more blocks for the same sums.
  */
 #include "kernels/cuda/q8.cuh"
+
+#include <stddef.h>
 
 enum {
     THREADS = 128,
@@ -29,12 +34,19 @@ enum {
 
 struct wide_stage {
     uint8_t x[WIDE_X * STAGE], w[WIDE_W * STAGE];
-    float4 scale[2][WIDE_W]; /* of a step: the first group's, what removes both offsets, the second group's */
-    float d[2][WIDE_X];
+    float4 scale[2][WIDE_W / 2];  /* of a step: the first group's of two rows, the second group's */
+    float2 offset[2][WIDE_W / 2]; /* what removes the offsets of both groups */
+    float d[2][WIDE_X];           /* in the order of d_at */
 };
 
 /* 16 bytes of a row: chunks change places so that eight rows of one chunk lie in different banks. */
 __device__ __forceinline__ int chunk_at(int row, int chunk) { return row * STAGE + ((chunk ^ (row >> 1 & 3)) << 4); }
+
+/* Where the scale of a row of x is: the eight that a thread needs, rows g, g + 8, ... g + 56 of its warp's, are two pieces of 16
+ * bytes, and those of eight g follow one another. */
+__device__ __forceinline__ int d_at(int row) {
+    return (row & 64) + (row & 32) + (row & 7) * 4 + (row >> 4 & 1) * 2 + (row >> 3 & 1);
+}
 
 /* A stage's share of this thread on its way to shared memory. */
 struct wide_load {
@@ -43,32 +55,64 @@ struct wide_load {
     float d[2];
 };
 
-/* Where a thread's share comes from, for the stage at hand. */
+/* Where a thread's share comes from, for the stage at hand: x and w are the tile's first row, the same for all threads, the rest
+ * bytes from there. Of a row's codes four threads take 16 bytes of x each, eight a word of w. */
 struct wide_source {
-    const int8_t *x[X_LOADS];
-    const uint32_t *w; /* codes */
-    const uint16_t *s; /* the two scales of the same step */
-    const float *d;    /* of its row of x, n_row floats from block to block */
+    const int8_t *x;
+    uint32_t x_of[X_LOADS];
+    const uint8_t *w;
+    uint32_t w_of[W_WORDS], s_of; /* s: the two scales of a step */
+    const float *d;               /* of the thread's row of x, n_row floats from block to block */
 };
 
 __device__ __forceinline__ void load_stage(struct wide_load &l, const struct wide_source &from, int64_t d_next) {
 #pragma unroll
     for (int i = 0; i < X_LOADS; i++) {
-        l.x[i] = *(const uint4 *)from.x[i];
+        l.x[i] = *(const uint4 *)(from.x + from.x_of[i]);
     }
 #pragma unroll
     for (int i = 0; i < W_WORDS; i++) {
-        l.w[i] = __ldg(from.w + i);
+        l.w[i] = __ldg((const uint32_t *)(from.w + from.w_of[i]));
     }
-    l.s = __ldg(from.s);
+    l.s = __ldg((const uint16_t *)(from.w + from.s_of));
     l.d[0] = from.d[0];
     l.d[1] = from.d[d_next];
 }
 
-/* Where a thread puts its share in a stage, and where it finds its operands: offsets that no loop computes again. */
+/* Where a thread puts its share in stage 0, and where it finds its operands there: addresses that no loop computes again. */
 struct wide_places {
-    int x_to, w_to, x_of, w_of;
+    int x_to, w_to, s_to, o_to, d_to, x_of[2], w_of[2], s_of, o_of, d_of;
 };
+
+__device__ __forceinline__ float4 shared_float4(int at) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ float2 shared_float2(int at) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ void to_shared4(int at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void to_shared2(int at, uint32_t x, uint32_t y) {
+    asm volatile("st.shared.v2.u32 [%0],{%1,%2};" ::"r"(at), "r"(x), "r"(y) : "memory");
+}
+
+__device__ __forceinline__ void to_shared(int at, float v) {
+    asm volatile("st.shared.f32 [%0],%1;" ::"r"(at), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ void load_matrix4_at(uint32_t r[4], int at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at));
+}
 
 /* A sum of integers, at most 24384 in magnitude, begins at 2^15 and is then positive: its bits are those of an f32 number, sum
  * times 2^-149, without a conversion. Scales carry UNIT, so a result carries UNIT 2^-149. Both groups of a step: with a scale
@@ -79,62 +123,115 @@ struct wide_places {
 #define UNOFFSET -0x1p-22f /* -2^15 UNIT 2^-149 */
 #define RESULT 0x1p37f
 
-__device__ __forceinline__ bool place_stage(struct wide_stage &to, const struct wide_load &l,
-                                            const struct wide_places &at, int tid) {
+/* stage: bytes from stage 0. Returns whether this share allows the plain form. */
+__device__ __forceinline__ bool place_stage(int stage, const struct wide_load &l, const struct wide_places &at) {
 #pragma unroll
     for (int i = 0; i < X_LOADS; i++) {
-        *(uint4 *)(to.x + at.x_to + 32 * i * STAGE) = l.x[i];
+        to_shared4(stage + at.x_to + 32 * i * STAGE, l.x[i]);
     }
 #pragma unroll
-    for (int i = 0; i < W_WORDS; i += 2) {
-        *(uint4 *)(to.w + (at.w_to ^ 8 * i)) = make_uint4(q8_decode4(l.w[i]), q8_decode4(l.w[i] >> 16),
-                                                          q8_decode4(l.w[i + 1]), q8_decode4(l.w[i + 1] >> 16));
+    for (int i = 0; i < W_WORDS; i++) {
+        to_shared2(stage + at.w_to + 16 * i * STAGE, q8_decode4(l.w[i]), q8_decode4(l.w[i] >> 16));
     }
     float s0 = q8_scale(l.s & 255), s1 = q8_scale(l.s >> 8);
-    to.scale[tid & 1][tid >> 1] = make_float4(s0 * UNIT, (s0 + s1) * UNOFFSET, s1 * UNIT, 0.0f);
-    to.d[0][tid] = l.d[0];
-    to.d[1][tid] = l.d[1];
+    to_shared(stage + at.s_to, s0 * UNIT);
+    to_shared(stage + at.s_to + 8, s1 * UNIT);
+    to_shared(stage + at.o_to, (s0 + s1) * UNOFFSET);
+    to_shared(stage + at.d_to, l.d[0]);
+    to_shared(stage + at.d_to + WIDE_X * (int)sizeof(float), l.d[1]);
     return s1 <= 32.0f * s0;
 }
 
 /* Results of a warp: m 16 rows of x, n 8 weight rows, as of m16n8k16. */
 typedef float wide_sums[WARP_X / 16][WARP_W / 8][4];
 
-/* Step `half` of a stage. */
-template <bool PLAIN>
-__device__ __forceinline__ void compute_step(wide_sums acc, const struct wide_stage &from, int half,
-                                             const struct wide_places &at, int x_warp, int w_warp, int lane) {
-    int g = lane >> 2, c = lane & 3;
+/* What a step needs at a time: all of x, weights of 16 rows at the beginning and of all from the first quarter on, scales of the
+ * quarter at hand, which are the eight weight rows of one instruction. */
+struct wide_operands {
     uint32_t a[WARP_X / 16][4], b[WARP_W / 16][4];
-    float d[WARP_X / 16][2];
+    float4 d[WARP_X / 32], scale;
+    float2 offset;
+};
+
+__device__ __forceinline__ void load_scale(struct wide_operands &o, int stage, int half, int n,
+                                           const struct wide_places &at) {
+    o.scale = shared_float4(stage + at.s_of + (half * WIDE_W / 2 + n * 4) * 16);
+    o.offset = shared_float2(stage + at.o_of + (half * WIDE_W / 2 + n * 4) * 8);
+}
+
+__device__ __forceinline__ void load_a(struct wide_operands &o, int stage, int half, int m,
+                                       const struct wide_places &at) {
+    load_matrix4_at(o.a[m], stage + at.x_of[half] + m * 16 * STAGE);
+}
+
+__device__ __forceinline__ void load_b(struct wide_operands &o, int stage, int half, int n,
+                                       const struct wide_places &at) {
+    load_matrix4_at(o.b[n], stage + at.w_of[half] + n * 16 * STAGE);
+}
+
+__device__ __forceinline__ void load_d(struct wide_operands &o, int stage, int half, int i,
+                                       const struct wide_places &at) {
+    o.d[i] = shared_float4(stage + at.d_of + half * WIDE_X * 4 + i * 128);
+}
+
+__device__ __forceinline__ void load_operands(struct wide_operands &o, int stage, const struct wide_places &at) {
 #pragma unroll
     for (int m = 0; m < WARP_X / 16; m++) {
-        load_matrix4(a[m], from.x + (at.x_of ^ 32 * half) + m * 16 * STAGE);
-        d[m][0] = from.d[half][x_warp + m * 16 + g];
-        d[m][1] = from.d[half][x_warp + m * 16 + g + 8];
+        load_a(o, stage, 0, m, at);
     }
+    load_b(o, stage, 0, 0, at);
+    load_scale(o, stage, 0, 0, at);
+    load_d(o, stage, 0, 0, at);
+    load_d(o, stage, 0, 1, at);
+}
+
+/* Step HALF of the stage that lies `stage` bytes from the first. Its last quarter brings what the next step begins with, of this
+ * stage or of the other one; the latter is complete, and this one read, behind a barrier, if there is one more to compute. Returns
+ * whether that one is plain in all of the block; placed_plain: in this thread's share. */
+template <bool PLAIN, int HALF>
+__device__ __forceinline__ bool compute_step(wide_sums acc, struct wide_operands &o, int stage, int other, bool more,
+                                             bool placed_plain, const struct wide_places &at) {
+    bool plain = PLAIN;
+    constexpr int N = WARP_W / 8;
 #pragma unroll
-    for (int n = 0; n < WARP_W / 16; n++) {
-        load_matrix4(b[n], from.w + (at.w_of ^ 32 * half) + n * 16 * STAGE);
-    }
-#pragma unroll
-    for (int n = 0; n < WARP_W / 8; n++) {
-        const float4 *s = &from.scale[half][w_warp + n * 8 + 2 * c], s0 = s[0], s1 = s[1];
+    for (int n = 0; n < N; n++) {
+        const float4 s = o.scale;
+        const float2 offset = o.offset;
+        if (n == N - 1) {
+            if (HALF == 1 && more) {
+                plain = __syncthreads_and(placed_plain);
+            }
+            load_scale(o, HALF ? other : stage, HALF ^ 1, 0, at);
+            load_b(o, HALF ? other : stage, HALF ^ 1, 0, at);
+        } else {
+            load_scale(o, stage, HALF, n + 1, at);
+            if (n == 0) {
+                load_b(o, stage, HALF, 1, at);
+            }
+        }
 #pragma unroll
         for (int m = 0; m < WARP_X / 16; m++) {
             int lo[4], hi[4];
-            mma_s8(lo, a[m][0], a[m][1], b[n >> 1][(n & 1) * 2], OFFSET);
-            mma_s8(hi, a[m][2], a[m][3], b[n >> 1][(n & 1) * 2 + 1], OFFSET);
+            mma_s8(lo, o.a[m][0], o.a[m][1], o.b[n >> 1][(n & 1) * 2], OFFSET);
+            mma_s8(hi, o.a[m][2], o.a[m][3], o.b[n >> 1][(n & 1) * 2 + 1], OFFSET);
+            if (n == N - 1) {
+                load_a(o, HALF ? other : stage, HALF ^ 1, m, at);
+            }
+            const float4 d = o.d[m >> 1];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const float4 f = e & 1 ? s1 : s0;
-                float l = __int_as_float(lo[e]), h = __int_as_float(hi[e]),
-                      both = PLAIN ? fmaf(h, f.z, fmaf(l, f.x, f.y))
-                                   : fmaf(l, f.x, f.x * (UNOFFSET / UNIT)) + fmaf(h, f.z, f.z * (UNOFFSET / UNIT));
-                acc[m][n][e] = fmaf(both, d[m][e >> 1], acc[m][n][e]);
+                float s0 = e & 1 ? s.y : s.x, s1 = e & 1 ? s.w : s.z, l = __int_as_float(lo[e]),
+                      h = __int_as_float(hi[e]),
+                      both = PLAIN ? fmaf(h, s1, fmaf(l, s0, e & 1 ? offset.y : offset.x))
+                                   : fmaf(l, s0, s0 * (UNOFFSET / UNIT)) + fmaf(h, s1, s1 * (UNOFFSET / UNIT));
+                acc[m][n][e] = fmaf(both, m & 1 ? (e >> 1 ? d.w : d.z) : (e >> 1 ? d.y : d.x), acc[m][n][e]);
+            }
+            if (n == N - 1 && m & 1) {
+                load_d(o, HALF ? other : stage, HALF ^ 1, m >> 1, at);
             }
         }
     }
+    return plain;
 }
 
 /* The sum of piece `piece` is complete: scaled, it takes what waits for it in the tree, and waits itself unless it is the last. */
@@ -212,10 +309,22 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) wide_kernel(struct q8_product
     int x_warp = (warp & 1) * WARP_X, w_warp = (warp >> 1) * WARP_W;
     float4 *stack = (float4 *)p.stack + (int64_t)blockIdx.x * plan.levels * (WIDE_X * WIDE_W / 4) + tid;
     struct wide_places at;
-    at.x_to = kept(chunk_at(tid >> 2, tid & 3));
-    at.w_to = kept(chunk_at(tid >> 1, 2 * (tid & 1)));
-    at.x_of = kept(chunk_at(x_warp + (lane & 15), lane >> 4));
-    at.w_of = kept(chunk_at(w_warp + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1));
+    int base = (int)__cvta_generic_to_shared(stages);
+    constexpr int W = offsetof(struct wide_stage, w), S = offsetof(struct wide_stage, scale),
+                  O = offsetof(struct wide_stage, offset), D = offsetof(struct wide_stage, d),
+                  OTHER = sizeof(struct wide_stage);
+    at.x_to = kept(base + chunk_at(tid >> 2, tid & 3));
+    at.w_to = kept(base + W + chunk_at(tid >> 3, tid >> 1 & 3) + 8 * (tid & 1));
+    at.s_to = kept(base + S + ((tid & 1) * WIDE_W / 2 + (tid >> 2)) * 16 + (tid >> 1 & 1) * 4);
+    at.o_to = kept(base + O + ((tid & 1) * WIDE_W / 2 + (tid >> 2)) * 8 + (tid >> 1 & 1) * 4);
+    at.d_to = kept(base + D + d_at(tid) * 4);
+    at.x_of[0] = kept(base + chunk_at(x_warp + (lane & 15), lane >> 4));
+    at.w_of[0] = kept(base + W + chunk_at(w_warp + (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1));
+    at.x_of[1] = at.x_of[0] ^ 32;
+    at.w_of[1] = at.w_of[0] ^ 32;
+    at.s_of = kept(base + S + (w_warp / 2 + (lane & 3)) * 16);
+    at.o_of = kept(base + O + (w_warp / 2 + (lane & 3)) * 8);
+    at.d_of = kept(base + D + (x_warp + (lane >> 2) * 4) * 4);
 
     int units = plan.whole + (plan.w_tiles * plan.x_tiles - plan.whole) * plan.parts;
     for (int i = blockIdx.x; i < units; i += gridDim.x) {
@@ -227,49 +336,60 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) wide_kernel(struct q8_product
         const struct q8_target &t = q8_target_of(p, WIDE_W, &unit);
         int r0 = unit * WIDE_W;
         struct wide_source from;
+        from.x = p.x + (int64_t)t0 * p.k + begin * STEP;
 #pragma unroll
         for (int i = 0; i < X_LOADS; i++) {
-            from.x[i] = p.x + (int64_t)min(t0 + (tid >> 2) + 32 * i, p.n_row - 1) * p.k + begin * STEP + (tid & 3) * 16;
+            from.x_of[i] = (uint32_t)(min((tid >> 2) + 32 * i, p.n_row - 1 - t0) * p.k + (tid & 3) * 16);
         }
-        const uint8_t *w = t.w + min(r0 + (tid >> 1), t.n - 1) * p.row_bytes + begin / 2 * QL_Q8_RECORD_BYTES;
-        from.w = (const uint32_t *)(w + 4) + (tid & 1) * W_WORDS;
-        from.s = (const uint16_t *)w + (tid & 1);
+        from.w = t.w + r0 * p.row_bytes + begin / 2 * QL_Q8_RECORD_BYTES;
+#pragma unroll
+        for (int i = 0; i < W_WORDS; i++) {
+            from.w_of[i] = (uint32_t)min((tid >> 3) + 16 * i, t.n - 1 - r0) * (uint32_t)p.row_bytes + 4 + (tid & 7) * 4;
+        }
+        from.s_of = (uint32_t)min(tid >> 1, t.n - 1 - r0) * (uint32_t)p.row_bytes + (tid & 1) * 2;
         from.d = p.d + (int64_t)begin * p.n_row + min(t0 + tid, p.n_row - 1);
 
         wide_sums acc = {};
         struct wide_load next;
+        struct wide_operands o;
         load_stage(next, from, steps > 1 ? p.n_row : 0);
         __syncthreads(); /* the last tile's stages are read */
-        bool plain = __syncthreads_and(place_stage(stages[0], next, at, tid));
+        bool plain = __syncthreads_and(place_stage(0, next, at)), placed_plain = true;
+        load_operands(o, 0, at);
         int piece = 0, left = plan.piece_steps, now = 0;
-        for (int step = 0; step < steps; step += 2, now ^= 1) {
+        for (int step = 0; step < steps; step += 2, now = OTHER - now) {
             bool more = step + 2 < steps;
             if (more) {
-#pragma unroll
-                for (int i = 0; i < X_LOADS; i++) {
-                    from.x[i] += STAGE;
-                }
-                from.w += QL_Q8_RECORD_BYTES / 4;
-                from.s += QL_Q8_RECORD_BYTES / 2;
+                from.x += STAGE;
+                from.w += QL_Q8_RECORD_BYTES;
                 from.d += 2 * (int64_t)p.n_row;
                 load_stage(next, from, step + 3 < steps ? p.n_row : 0);
             }
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                if (step + half < steps) { /* k may end with half a record */
-                    if (plain) {
-                        compute_step<true>(acc, stages[now], half, at, x_warp, w_warp, lane);
-                    } else {
-                        compute_step<false>(acc, stages[now], half, at, x_warp, w_warp, lane);
-                    }
-                    if (--left == 0) {
-                        end_piece(acc, t.factor * RESULT, piece, piece + 1 == pieces, stack);
-                        piece++;
-                        left = plan.piece_steps;
-                    }
+            if (plain) {
+                compute_step<true, 0>(acc, o, now, OTHER - now, more, true, at);
+            } else {
+                compute_step<false, 0>(acc, o, now, OTHER - now, more, true, at);
+            }
+            if (--left == 0) {
+                end_piece(acc, t.factor * RESULT, piece, piece + 1 == pieces, stack);
+                piece++;
+                left = plan.piece_steps;
+            }
+            if (more) {
+                placed_plain = place_stage(OTHER - now, next, at);
+            }
+            if (step + 1 < steps) { /* k may end with half a record */
+                if (plain) {
+                    plain = compute_step<true, 1>(acc, o, now, OTHER - now, more, placed_plain, at);
+                } else {
+                    plain = compute_step<false, 1>(acc, o, now, OTHER - now, more, placed_plain, at);
+                }
+                if (--left == 0) {
+                    end_piece(acc, t.factor * RESULT, piece, piece + 1 == pieces, stack);
+                    piece++;
+                    left = plan.piece_steps;
                 }
             }
-            plain = __syncthreads_and(!more || place_stage(stages[now ^ 1], next, at, tid));
         }
         if (!whole && !join_parts(acc, (float4 *)p.part + (int64_t)(split - part) * (WIDE_X * WIDE_W / 4) + tid,
                                   p.count + (tile - plan.whole), plan.parts, part)) {
