@@ -1,6 +1,7 @@
 /* linear in precision Q8, NVFP4 weights (q8.h): activations to INT8 once for all products of one x, then
  *
- *   dp4a        one row of x: four products an instruction, weights unpacked by byte permutes; two kernels, by how weights come
+ *   dp4a        one row of x: four products an instruction, weights unpacked by byte permutes; two kernels, by how weights come, one
+ *               of which makes the codes itself
  *   wmma        up to 127 rows: integer matrix instructions on tiles of 16 x 16 x 16, a tile a warp
  *   wide        from 128 rows on (wide_min_rows): tiles of 128 x 64 (linear_q8_wide.cu)
  *   reference   any shape: code by code
@@ -19,6 +20,37 @@
 __device__ __forceinline__ float quotient(float a, float b, float inverse) {
     float q = a * inverse;
     return fmaf(fmaf(-q, b, a), inverse, q);
+}
+
+/* Codes of N channels of a block, whose others are with the lanes beside this one, and its scale. The whole warp. */
+template <int N>
+__device__ __forceinline__ void quantize(const float (&v)[N], uint32_t (&codes)[N / 4], float *block_scale) {
+    uint32_t most = 0; /* magnitudes rise with their bits, a NaN above all */
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        most = max(most, __float_as_uint(v[i]) & 0x7fffffffu);
+    }
+#pragma unroll
+    for (int o = QL_Q8_BLOCK / N / 2; o; o >>= 1) {
+        most = max(most, __shfl_xor_sync(0xffffffffu, most, o));
+    }
+    float scale = __uint_as_float(most); /* stays what it is when infinite or NaN */
+    if (most < 0x7f800000u) {
+        scale = quotient(scale, 127.0f, 1.0f / 127.0f);
+    }
+    scale = scale < 1e-8f ? 1e-8f : scale;
+    float inverse = __frcp_rn(scale);
+    uint32_t q[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) { /* 1.5 2^23 + a whole number: its bits end with the number's */
+        q[i] = __float_as_uint(quotient(v[i], scale, inverse) + 12582912.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+        const uint32_t *u = &q[4 * i];
+        codes[i] = most < 0x7f800000u ? prmt(prmt(u[0], u[1], 0x0040), prmt(u[2], u[3], 0x0040), 0x5410) : 0;
+    }
+    *block_scale = scale;
 }
 
 /* Eight threads a block of 32 channels, four channels each. Grid (blocks of all slices, row). count: NULL, or what begins as
@@ -43,7 +75,7 @@ __global__ void __launch_bounds__(128) quantize_kernel(const float *x, int64_t l
     }
     const float *from = x + row * ldx + at;
     int8_t *to = code + (int64_t)row * k + at;
-    float v[4] = {};
+    float v[4] = {}, scale;
     if (n == 4 && (uintptr_t)from % 16 == 0) {
         float4 u = *(const float4 *)from;
         v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
@@ -53,28 +85,9 @@ __global__ void __launch_bounds__(128) quantize_kernel(const float *x, int64_t l
             v[i] = i < n ? from[i] : 0.0f;
         }
     }
-    uint32_t most = 0; /* magnitudes rise with their bits, a NaN above all */
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        most = max(most, __float_as_uint(v[i]) & 0x7fffffffu);
-    }
-#pragma unroll
-    for (int o = 4; o; o >>= 1) {
-        most = max(most, __shfl_xor_sync(0xffffffffu, most, o));
-    }
-    float scale = __uint_as_float(most); /* stays what it is when infinite or NaN */
-    if (most < 0x7f800000u) {
-        scale = quotient(scale, 127.0f, 1.0f / 127.0f);
-    }
-    scale = scale < 1e-8f ? 1e-8f : scale;
-    float inverse = __frcp_rn(scale);
-    uint32_t q[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) { /* 1.5 2^23 + a whole number: its bits end with the number's */
-        q[i] = __float_as_uint(quotient(v[i], scale, inverse) + 12582912.0f);
-    }
-    uint32_t codes = prmt(prmt(q[0], q[1], 0x0040), prmt(q[2], q[3], 0x0040), 0x5410);
-    codes = most < 0x7f800000u ? codes : 0;
+    uint32_t word[1];
+    quantize<4>(v, word, &scale);
+    uint32_t codes = word[0];
     if (!there) {
         return;
     }
@@ -265,36 +278,86 @@ __global__ void __launch_bounds__(32 * DP4A_WARPS, DP4A_BLOCKS) dp4a_kernel(stru
 
 /* ---- dp4a through shared memory ---------------------------------------------------------------------------------- */
 
-/* The same sums in the same order, for rows of whole pieces of 16 bytes, from compute capability 8.0 on: a warp's weights come by asynchronous copies through a ring of its own, so that far more of them are on their way than registers would
- * hold, across the ends of rows and before the kernel in front is complete. Blocks stay for many units of RING_ROWS rows. A
- * stage is 64 groups of each row. Groups of all slices of a warp follow one another, so a slice may end inside a chunk; before
- * they are added, lanes change places to where dp4a_kernel has them.
+/* The same sums in the same order, for rows of whole pieces of 16 bytes, from compute capability 8.0 on, in one launch with the
+ * codes of x.
+ *
+ * A warp's weights come by asynchronous copies through a ring of its own, so that far more of them are on their way than registers
+ * would hold, across the ends of rows and before the kernel in front is complete. One block has an SM and stays for many units of
+ * RING_ROWS rows, a warp's each; where there are slices, two warps have a unit, half of its slices each. A stage is RING_CHUNKS
+ * chunks of each row, a chunk 32 groups, one a lane.
+ *
+ * Each block makes all codes of x for itself, in shared memory: from global memory they would come behind the weights, since loads
+ * and asynchronous copies of an SM are answered in their order.
+ *
+ * Groups of all slices of a warp follow one another, so a slice may begin with any lane and end inside a chunk. Its sum is the same
+ * as if it began with lane 0, since warp_sum adds numbers 16 lanes apart, then 8, 4, 2, 1: which number is in lane 0 is all that a
+ * rotation changes.
  */
 enum {
     RING_ROWS = 4,
-    RING_STAGES = 4,
-    RING_BLOCKS = 5, /* an SM */
-    RING_PIECE = 2 * DP4A_CHUNK_BYTES,
+    RING_STAGES = 3,
+    RING_EARLY = 1,  /* stages fetched before the kernel in front is complete, and so before x */
+    RING_WARPS = 20, /* at most */
+    RING_CHUNKS = 3,
+    RING_PIECE = RING_CHUNKS * DP4A_CHUNK_BYTES,
     RING_PLACE = RING_PIECE + 16, /* of a piece: copies begin at multiples of 16 bytes */
     RING_LANES = 32 / RING_ROWS,  /* copy a row's piece */
-    RING_BYTES = RING_STAGES * RING_ROWS * RING_PLACE
+    RING_STAGE = RING_ROWS * RING_PLACE,
+    RING_BYTES = RING_STAGES * RING_STAGE,
+    RING_X = 4,    /* pieces of eight channels of x that a thread has on their way at a time */
+    RING_PAD = 128 /* zeros behind the scales of x: lanes behind the end of x read there, and as codes what they find */
 };
 
+__device__ __forceinline__ uint32_t shared_word(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ int4 shared_int4(uint32_t at) {
+    int4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t shared_byte(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0,[%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+/* Sums over a warp of four numbers a lane, each as warp_sum has it; lanes 8 i .. 8 i + 7 get the i-th. */
+__device__ __forceinline__ float warp_sum4(const float v[4], int lane) {
+    bool up = lane & 16, odd = lane & 8;
+    float a = (up ? v[2] : v[0]) + __shfl_xor_sync(0xffffffffu, up ? v[0] : v[2], 16),
+          b = (up ? v[3] : v[1]) + __shfl_xor_sync(0xffffffffu, up ? v[1] : v[3], 16);
+    float sum = (odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 8);
+#pragma unroll
+    for (int d = 4; d; d >>= 1) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    }
+    return sum;
+}
+
 template <bool SPLIT>
-__global__ void __launch_bounds__(32 * DP4A_WARPS, RING_BLOCKS) ring_kernel(struct q8_products p, int units) {
+__global__ void __launch_bounds__(32 * RING_WARPS, 1)
+    ring_kernel(struct q8_products p, int units, const float *x, int64_t ldx) {
     extern __shared__ __align__(16) uint8_t rings[];
-    __shared__ float sums[2][DP4A_WARPS][RING_ROWS];
+    __shared__ float sums[2][RING_WARPS / 2][RING_ROWS];
     allow_next();
-    int warp = threadIdx.x >> 5, lane = kept(threadIdx.x & 31), row = blockIdx.y;
-    int step = SPLIT ? gridDim.x : gridDim.x * DP4A_WARPS, first = SPLIT ? blockIdx.x : blockIdx.x * DP4A_WARPS + warp;
-    int groups = p.ks / QL_NVFP4_GROUP, slices = SPLIT ? p.n_slice / DP4A_WARPS : p.n_slice,
-        slice0 = SPLIT ? warp * slices : 0, all = groups * slices;
+    constexpr int MEMBERS = SPLIT ? 2 : 1; /* warps of the same rows */
+    int tid = threadIdx.x, warp = tid >> 5, lane = kept(tid & 31), row = blockIdx.y, team = warp / MEMBERS,
+        member = warp % MEMBERS;
+    int warps = blockDim.x / 32, step = gridDim.x * (warps / MEMBERS), first = team * gridDim.x + blockIdx.x;
+    int groups = p.ks / QL_NVFP4_GROUP, slices = p.n_slice / MEMBERS, slice0 = member * slices, all = groups * slices;
     int begin = slice0 * groups / 4 * QL_Q8_RECORD_BYTES, skew = begin & 15; /* of the warp's part of a row */
-    uint8_t *ring = rings + warp * RING_BYTES;
+    uint8_t *x_codes = rings + warps * RING_BYTES;
+    float *x_scales = (float *)(x_codes + p.k);
+    int ring = (int)__cvta_generic_to_shared(rings) + warp * RING_BYTES;
 
     /* What is fetched next: this lane's place in a row's piece. */
-    int fetch_unit = first, bytes_left = 0, in_piece = lane % RING_LANES * 16,
-        to = lane / RING_LANES * RING_PLACE + in_piece;
+    int fetch_unit = first, bytes_left = 0, in_piece = kept(lane % RING_LANES * 16),
+        to = kept(ring + lane / RING_LANES * RING_PLACE + in_piece);
     const uint8_t *at = NULL;
     auto fetch = [&](int slot) {
         if (bytes_left <= skew) {
@@ -307,131 +370,133 @@ __global__ void __launch_bounds__(32 * DP4A_WARPS, RING_BLOCKS) ring_kernel(stru
                 fetch_unit += step;
             }
         }
-        uint8_t *place = ring + slot * (RING_ROWS * RING_PLACE) + to;
-        if (bytes_left >= RING_PLACE) {
+        uint32_t place = to + slot;
+        int last = min(bytes_left, (int)RING_PLACE) - in_piece; /* bytes of the piece from this lane's place on */
 #pragma unroll
-            for (int i = 0; i < RING_PLACE; i += RING_LANES * 16) {
-                if (i + RING_LANES * 16 <= RING_PLACE || in_piece + i < RING_PLACE) {
-                    copy_async16(place + i, at + i);
-                }
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < RING_PLACE; i += RING_LANES * 16) {
-                if (in_piece + i < bytes_left) {
-                    copy_async16(place + i, at + i);
-                }
-            }
+        for (int i = 0; i < RING_PLACE; i += RING_LANES * 16) {
+            copy_async16_if(i < last, place + i, at + i);
         }
         at += RING_PIECE;
         bytes_left -= RING_PIECE;
         commit_async();
     };
-#pragma unroll
-    for (int i = 0; i < RING_STAGES - 1; i++) {
-        fetch(i);
+#pragma unroll 1
+    for (int i = 0; i < RING_EARLY; i++) {
+        fetch(i * RING_STAGE);
     }
     wait_previous();
 
-    const uint32_t low = q8_low();
-    int slot = 0, round = 0, q_at = kept((lane >> 2) * QL_Q8_RECORD_BYTES + skew + 4 + 8 * (lane & 3)),
-        s_at = kept((lane >> 2) * QL_Q8_RECORD_BYTES + skew + (lane & 3));
-    const int8_t *x0 = p.x + (int64_t)row * p.k + (slice0 * groups + lane) * QL_NVFP4_GROUP;
-    const float *d0 = p.d + (int64_t)(slice0 * p.blocks + lane / 2) * p.n_row + row;
-    /* The next chunks of x: on their way while weights are waited for. */
-    struct {
-        int4 code;
-        float scale;
-    } x[2], next[2];
-    const int8_t *x_at = x0;
-    const float *d_at = d0;
-    int64_t d_chunk = 16 * (int64_t)p.n_row;
-    auto load_x = [&](int done) {
-        if (done == 0) {
-            x_at = x0;
-            d_at = d0;
-        }
-        if (done + 64 <= all) {
-            next[0].code = *(const int4 *)x_at;
-            next[1].code = *(const int4 *)(x_at + 32 * QL_NVFP4_GROUP);
-            next[0].scale = d_at[0];
-            next[1].scale = d_at[d_chunk];
-            x_at += 64 * QL_NVFP4_GROUP;
-            d_at += 2 * d_chunk;
-        } else { /* the last stage; beyond the row are zeros */
+    const float *from = x + row * ldx;
+    for (int c = 0; c < p.k / 8; c += RING_X * blockDim.x) {
+        float4 v[RING_X][2];
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                bool there = done + 32 * h + lane < all;
-                next[h].code = there ? *(const int4 *)(x_at + h * (32 * QL_NVFP4_GROUP)) : make_int4(0, 0, 0, 0);
-                next[h].scale = there ? d_at[h * d_chunk] : 0.0f;
+        for (int i = 0; i < RING_X; i++) {
+            int j = c + i * blockDim.x + tid;
+            if (j < p.k / 8) {
+                v[i][0] = *(const float4 *)(from + 8 * j);
+                v[i][1] = *(const float4 *)(from + 8 * j + 4);
             }
         }
-    };
-    load_x(0);
+#pragma unroll 1
+        for (int i = RING_EARLY; i < RING_STAGES - 1 && c == 0; i++) {
+            fetch(i * RING_STAGE);
+        }
+#pragma unroll
+        for (int i = 0; i < RING_X; i++) {
+            int j = c + i * blockDim.x + tid;
+            if (j < p.k / 8) { /* all of a warp or none */
+                const float4 a = v[i][0], b = v[i][1];
+                const float eight[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+                uint32_t codes[2];
+                float scale;
+                quantize<8>(eight, codes, &scale);
+                ((uint2 *)x_codes)[j] = make_uint2(codes[0], codes[1]);
+                if (j % 4 == 0) {
+                    x_scales[j / 4] = scale;
+                }
+            }
+        }
+    }
+    for (int i = tid; i < RING_PAD; i += blockDim.x) {
+        x_scales[p.k / QL_Q8_BLOCK + i] = 0.0f;
+    }
+    __syncthreads();
+
+    const uint32_t low = q8_low();
+    int slot = 0, free_slot = (RING_STAGES - 1) * RING_STAGE, round = 0,
+        q_at = kept(ring + (lane >> 2) * QL_Q8_RECORD_BYTES + skew + 4 + 8 * (lane & 3)),
+        s_at = kept(ring + (lane >> 2) * QL_Q8_RECORD_BYTES + skew + (lane & 3));
+    int x_of = kept((int)__cvta_generic_to_shared(x_codes) + (slice0 * groups + lane) * 16),
+        d_of = kept((int)__cvta_generic_to_shared(x_scales) + (slice0 * p.blocks + lane / 2) * 4);
+#pragma unroll 1
     for (int unit = first; unit < units; unit += step) {
         int u = unit;
         const struct q8_target &t = q8_target_of(p, RING_ROWS, &u);
-        float acc[RING_ROWS] = {}, mine[RING_ROWS] = {};
-        int slice = 0, left = groups; /* of the slice, from the chunk's first group on */
-        for (int done = 0; done < all;) {
+        float acc[RING_ROWS] = {}, mine = 0.0f; /* mine: lane 8 i + s keeps the sum of row i, slice s of the warp's */
+        int slice = 0, left = groups;           /* of the slice, from the chunk's first group on */
+        int x_at = x_of, d_at = d_of;
+#pragma unroll 1
+        for (int done = 0; done < all; done += 32 * RING_CHUNKS) {
             wait_async<RING_STAGES - 2>();
             __syncwarp(); /* all lanes' pieces are here, and the stage before is read */
-            fetch(slot == 0 ? RING_STAGES - 1 : slot - 1);
-            x[0] = next[0];
-            x[1] = next[1];
-            load_x(done + 64 < all ? done + 64 : 0);
-            const uint8_t *stage = ring + slot * (RING_ROWS * RING_PLACE);
-            slot = slot + 1 == RING_STAGES ? 0 : slot + 1;
+            fetch(free_slot);
+            free_slot = slot;
+            int q = q_at + slot, s = s_at + slot;
+            slot = slot == (RING_STAGES - 1) * RING_STAGE ? 0 : slot + RING_STAGE;
 #pragma unroll
-            for (int h = 0; h < 2; h++, done += 32, left -= 32) {
-                if (done >= all) {
-                    break;
-                }
-                int4 v = x[h].code;
-                float scale = x[h].scale;
-                if (left > 32 && done + 32 <= all) {
+            for (int h = 0; h < RING_CHUNKS; h++) {
+                if (h == 0 || done + 32 * h < all) {
+                    int4 x = shared_int4(x_at + h * 512);
+                    float scale = __uint_as_float(shared_word(d_at + h * 64)), part[RING_ROWS];
 #pragma unroll
                     for (int i = 0; i < RING_ROWS; i++) {
-                        const uint8_t *w = stage + i * RING_PLACE + h * DP4A_CHUNK_BYTES;
-                        const uint32_t *q = (const uint32_t *)(w + q_at);
-                        acc[i] = fmaf(q8_dot16f(low, q[0], q[1], v) * q8_scale(w[s_at]), scale, acc[i]);
+                        int in = i * RING_PLACE + h * DP4A_CHUNK_BYTES;
+                        part[i] = q8_dot16f(low, shared_word(q + in), shared_word(q + in + 4), x) *
+                                  q8_scale(shared_byte(s + in));
                     }
-                } else { /* the row's or a slice's end, the latter with lane left - 1 */
-                    int from = (slice * groups + lane) & 31;
+                    if (left > 32) {
 #pragma unroll
-                    for (int i = 0; i < RING_ROWS; i++) {
-                        const uint8_t *w = stage + i * RING_PLACE + h * DP4A_CHUNK_BYTES;
-                        const uint32_t *q = (const uint32_t *)(w + q_at);
-                        float part = q8_dot16f(low, q[0], q[1], v) * q8_scale(done + lane < all ? w[s_at] : 0);
-                        float last = lane < left ? fmaf(part, scale, acc[i]) : acc[i];
-                        acc[i] = lane < left ? 0.0f : part * scale;
-                        float sum = warp_sum(__shfl_sync(0xffffffffu, last, from)) * t.factor;
-                        mine[i] = lane == slice ? sum : mine[i];
+                        for (int i = 0; i < RING_ROWS; i++) {
+                            acc[i] = fmaf(part[i], scale, acc[i]);
+                        }
+                    } else { /* the slice's end, with lane left - 1, and perhaps the row's, behind which codes and scales
+                              * of weights are whatever there is */
+                        bool before = lane < left, there = done + 32 * h + lane < all;
+                        float last[RING_ROWS];
+#pragma unroll
+                        for (int i = 0; i < RING_ROWS; i++) {
+                            part[i] = there ? part[i] : 0.0f;
+                            last[i] = before ? fmaf(part[i], scale, acc[i]) : acc[i];
+                            acc[i] = before ? 0.0f : part[i] * scale;
+                        }
+                        float sum = warp_sum4(last, lane) * t.factor;
+                        mine = (lane & 7) == slice ? sum : mine;
+                        slice++;
+                        left += groups;
                     }
-                    slice++;
-                    left += groups;
+                    left -= 32;
                 }
             }
+            x_at += 32 * RING_CHUNKS * QL_NVFP4_GROUP;
+            d_at += 16 * RING_CHUNKS * (int)sizeof(float);
         }
-#pragma unroll
-        for (int i = 0; i < RING_ROWS; i++) {
-            for (int o = 1; o < slices; o *= 2) { /* the tree: lanes 0 .. slices - 1 hold its leaves */
-                mine[i] += __shfl_xor_sync(0xffffffffu, mine[i], o);
-            }
-            if (SPLIT && lane == 0) {
-                sums[round][warp][i] = mine[i];
-            } else if (lane == 0 && u * RING_ROWS + i < t.n) {
-                t.y[row * t.ldy + u * RING_ROWS + i] = mine[i];
-            }
+        for (int o = 1; o < slices; o *= 2) { /* the tree */
+            mine += __shfl_xor_sync(0xffffffffu, mine, o);
         }
-        if (SPLIT) {
-            __syncthreads();
-            int i = threadIdx.x;
-            if (i < RING_ROWS && u * RING_ROWS + i < t.n) {
-                t.y[row * t.ldy + u * RING_ROWS + i] =
-                    (sums[round][0][i] + sums[round][1][i]) + (sums[round][2][i] + sums[round][3][i]);
+        int out = u * RING_ROWS + (lane >> 3);
+        bool has = (lane & 7) == 0 && out < t.n;
+        if (SPLIT) { /* the tree's last sum; two of them, so that the second warp may be a unit ahead */
+            if (member == 1 && has) {
+                sums[round][team][lane >> 3] = mine;
+            }
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(MEMBERS * 32) : "memory");
+            if (member == 0 && has) {
+                mine += sums[round][team][lane >> 3];
             }
             round ^= 1;
+        }
+        if (member == 0 && has) {
+            t.y[row * t.ldy + out] = mine;
         }
     }
 }
@@ -563,26 +628,35 @@ static ql_status run_reference(ql_dev *dev, const struct q8_products *p) {
     return QL_OK;
 }
 
-/* Whether rows begin at multiples of 16 bytes, a warp's part of one with a whole record, and a chunk has the end of one slice
- * at most. */
-static bool has_ring(const ql_dev *dev, const struct q8_products *p) {
-    int groups = p->ks / QL_NVFP4_GROUP, slices = p->n_slice % DP4A_WARPS ? p->n_slice : p->n_slice / DP4A_WARPS;
-    return cuda(dev)->cc >= 80 && p->ks % QL_Q8_BLOCK == 0 && groups >= 32 && groups * slices % 4 == 0 &&
-           p->k % (16 * QL_NVFP4_GROUP) == 0;
+/* Warps of a block of ring_kernel, 0: it does not serve. It wants rows that begin at multiples of 16 bytes, a warp's part of one with
+ * a whole record, one end of a slice at most in a chunk, and shared memory for x and the rings. */
+static int ring_warps(const ql_dev *dev, const struct q8_products *p, size_t *shared) {
+    int groups = p->ks / QL_NVFP4_GROUP, slices = p->n_slice % 2 ? p->n_slice : p->n_slice / 2, room = 0;
+    if (cuda(dev)->cc < 80 || p->ks % QL_Q8_BLOCK || groups < 32 || groups * slices % 4 ||
+        p->k % (16 * QL_NVFP4_GROUP)) {
+        return 0;
+    }
+    if (cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, cuda(dev)->ordinal) != cudaSuccess) {
+        return 0;
+    }
+    *shared = (size_t)p->k + (size_t)(p->k / QL_Q8_BLOCK + RING_PAD) * sizeof(float);
+    int64_t warps = (room - 1024 - (int64_t)*shared) / RING_BYTES; /* 1024: what the kernel has beside them */
+    warps = warps < 4 ? 0 : warps < RING_WARPS ? warps / 4 * 4 : RING_WARPS;
+    *shared += (size_t)(warps * RING_BYTES);
+    return (int)warps;
+}
+
+static ql_status run_ring(ql_dev *dev, const struct q8_products *p, int warps, size_t shared, const float *x,
+                          int64_t ldx) {
+    int64_t units = units_of(p, RING_ROWS), blocks = units < cuda(dev)->n_sm ? units : cuda(dev)->n_sm;
+    return launch(dev, "linear", p->n_slice % 2 == 0 ? ring_kernel<true> : ring_kernel<false>,
+                  dim3((unsigned)blocks, (unsigned)p->n_row), (unsigned)(32 * warps), shared, *p, (int)units, x, ldx);
 }
 
 static ql_status run(ql_dev *dev, enum q8_kernel kernel, struct q8_products *p, size_t room) {
     unsigned rows = (unsigned)p->n_row;
     switch (kernel) {
     case Q8_DP4A:
-        if (has_ring(dev, p)) {
-            bool split = p->n_slice % DP4A_WARPS == 0;
-            int64_t units = units_of(p, RING_ROWS), blocks = split ? units : ceil_div(units, DP4A_WARPS),
-                    most = (int64_t)cuda(dev)->n_sm * RING_BLOCKS;
-            return launch(dev, "linear", split ? ring_kernel<true> : ring_kernel<false>,
-                          dim3((unsigned)(blocks < most ? blocks : most), rows), 32 * DP4A_WARPS,
-                          DP4A_WARPS * RING_BYTES, *p, (int)units);
-        }
         if (p->n_slice % DP4A_WARPS == 0) {
             return launch(dev, "linear", dp4a_kernel<true>, dim3((unsigned)units_of(p, DP4A_ROWS), rows),
                           32 * DP4A_WARPS, 0, *p);
@@ -634,11 +708,20 @@ static ql_status run_shared(ql_dev *dev, const ql_linear_args *a, int32_t n, enu
         bool counted = kernel == Q8_WIDE && room >= counts + tree;
         p.count = counted ? (unsigned *)(scratch + used(rows)) : NULL;
         room -= counted ? counts : 0;
+        const float *x = a->x + t * a->ldx;
         p.stack = (float *)(scratch + dev->scratch_bytes - room);
-        QL_TRY(launch(dev, "linear: activations", quantize_kernel,
-                      dim3((unsigned)ceil_div(n_block, 16), (unsigned)rows), 128, 0, a->x + t * a->ldx, a->ldx, p.k,
-                      p.ks, p.blocks, n_block, (int8_t *)p.x, (float *)p.d, p.count));
-        QL_TRY(run(dev, kernel, &p, room));
+        size_t shared;
+        int warps = kernel == Q8_DP4A && (uintptr_t)x % 16 == 0 && (rows == 1 || a->ldx % 4 == 0)
+                        ? ring_warps(dev, &p, &shared)
+                        : 0;
+        if (warps > 0) {
+            QL_TRY(run_ring(dev, &p, warps, shared, x, a->ldx));
+        } else {
+            QL_TRY(launch(dev, "linear: activations", quantize_kernel,
+                          dim3((unsigned)ceil_div(n_block, 16), (unsigned)rows), 128, 0, x, a->ldx, p.k, p.ks, p.blocks,
+                          n_block, (int8_t *)p.x, (float *)p.d, p.count));
+            QL_TRY(run(dev, kernel, &p, room));
+        }
         for (int i = 0; i < n; i++) {
             p.target[i].y += rows * p.target[i].ldy;
         }

@@ -53,6 +53,16 @@ __device__ __forceinline__ void copy_async16(void *shared, const void *global) {
 #endif
 }
 
+/* The same to an address in shared memory, or nothing. */
+__device__ __forceinline__ void copy_async16_if(bool real, uint32_t shared, const void *global) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(shared),
+        "l"(global), "r"((int)real)
+        : "memory");
+#endif
+}
+
 /* The same, or zeros. */
 __device__ __forceinline__ void copy_async16_or_zero(void *shared, const void *global, bool real) {
 #if __CUDA_ARCH__ >= 800

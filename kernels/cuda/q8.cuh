@@ -86,11 +86,10 @@ __device__ __forceinline__ int kept(int v) {
     return v;
 }
 
-/* A table's half in a register of its own: the compiler would keep it where permutes cannot reach it, and copy it for each. */
+/* A table's half in each lane's registers: as a constant, which is the same in all lanes, the compiler would keep it where
+ * permutes cannot reach it, and copy it for each. */
 __device__ __forceinline__ uint32_t q8_low(void) {
-    uint32_t v;
-    asm volatile("mov.b32 %0,%1;" : "=r"(v) : "n"(Q8_LOW));
-    return v;
+    return __shfl_sync(0xffffffffu, (threadIdx.x & 31) == 0 ? Q8_LOW : threadIdx.x, 0);
 }
 
 /* Sum of 16 weights, codes in q0 and q1, times 16 codes of x. A selector's top bit asks for the sign of a byte, which is 0 in
