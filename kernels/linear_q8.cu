@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(32 * DP4A_WARPS, DP4A_BLOCKS) dp4a_kernel(stru
  * RING_ROWS rows, a warp's each; where there are slices, two warps have a unit, half of its slices each. A stage is RING_CHUNKS
  * chunks of each row, a chunk 32 groups, one a lane.
  *
- * Each block makes all codes of x for itself, in shared memory: from global memory they would come behind the weights, since loads
- * and asynchronous copies of an SM are answered in their order.
+ * Each block makes all codes of x for itself, in shared memory: from global memory they come late, as if an SM's loads and
+ * asynchronous copies were answered in their order, x behind weights just asked for. Therefore RING_EARLY.
  *
  * Groups of all slices of a warp follow one another, so a slice may begin with any lane and end inside a chunk. Its sum is the same
  * as if it began with lane 0, since warp_sum adds numbers 16 lanes apart, then 8, 4, 2, 1: which number is in lane 0 is all that a
