@@ -200,7 +200,7 @@ $(MODEL): $(B)/model/%: $(B)/obj/tests/model/%.o $(B)/libhelp.a $(B)/libqlane.a
 $(KCHECK): $(B)/%: $(B)/obj/tests/%.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(if $(filter memory,$(SAN)),-lz -lm -pthread,$(LIBS)))
 $(B)/gpu/gate: $(B)/obj/tests/gpu/gate_life.o
-$(B)/gpu/fused $(B)/gpu/lanes $(B)/gpu/kbench: $(B)/obj/tests/gpu/rig.o
+$(B)/gpu/chain $(B)/gpu/fused $(B)/gpu/lanes $(B)/gpu/kbench: $(B)/obj/tests/gpu/rig.o
 $(B)/gpu/kbench: $(B)/obj/tests/gpu/kbench.o $(B)/libqlane.a
 	$(call link,$(LIBS))
 $(GPU): $(B)/gpu/%: $(B)/obj/tests/gpu/%.o $(B)/libhelp.a $(B)/libqlane.a

@@ -3,13 +3,12 @@
  *
  *     chain [ROUNDS]
  */
-#include "kernels/cuda.h"
+#include "tests/gpu/rig.h"
 
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum {
     HIDDEN = 5120,
@@ -23,27 +22,6 @@ enum {
 };
 
 static ql_dev dev;
-static ql_error err;
-static uint64_t rng = 88172645463325252u;
-
-static void must(ql_status status) {
-    if (status != QL_OK) {
-        fprintf(stderr, "chain: %s\n", err.text);
-        exit(1);
-    }
-}
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static uint64_t next(void) {
-    rng ^= rng << 13;
-    rng ^= rng >> 7;
-    return rng ^= rng << 17;
-}
 
 /* A device array, what it holds at the start of a round, and after the ops one by one and as a chain. `between`: what an op
  * hands to the next, which a chain need not write. */
@@ -58,11 +36,12 @@ static int n_array;
 
 static float *make(const char *name, size_t n, float scale, float mean) {
     struct array *a = &arrays[n_array++];
-    *a = (struct array){.name = name, .n = n, .start = malloc(n * 4), .want = malloc(n * 4), .got = malloc(n * 4)};
-    for (size_t i = 0; i < n; i++) {
-        a->start[i] = mean + scale * ((float)(next() >> 40) * 0x1p-23f - 1.0f);
-    }
-    must(dev.ops->alloc(&dev, n * 4, name, (void **)&a->dev));
+    *a = (struct array){.name = name,
+                        .n = n,
+                        .dev = rig_room(&dev, n * 4),
+                        .start = rig_numbers(n, scale, mean),
+                        .want = malloc(n * 4),
+                        .got = malloc(n * 4)};
     return a->dev;
 }
 
@@ -72,85 +51,18 @@ static float *between(const char *name, size_t n) {
     return p;
 }
 
-static ql_weight weight(ql_qformat format, int32_t n, int32_t k) {
-    size_t bytes = (size_t)ql_qformat_row_bytes(format, k) * (size_t)n, n_scale = (size_t)n * (size_t)(k / 16 + 4);
-    uint8_t *data = malloc(bytes + 8), *scale = malloc(n_scale);
-    for (size_t i = 0; i < bytes; i += 8) {
-        uint64_t v = next();
-        if (format == QL_FORMAT_BF16) {
-            v = (v & 0x807f807f807f807fu) | 0x3c003c003c003c00u;
-        } else if (format != QL_FORMAT_NVFP4) {
-            v &= 0xb7b7b7b7b7b7b7b7u; /* no NaN, no outliers */
-        }
-        memcpy(data + i, &v, 8);
-    }
-    for (size_t i = 0; i < n_scale; i++) {
-        scale[i] = (uint8_t)(0x28 + next() % 16);
-    }
-    float *row_scale = (float *)(void *)scale;
-    for (int32_t i = 0; format == QL_FORMAT_FP8_CHANNEL && i < n; i++) {
-        row_scale[i] = 0.01f + 0.001f * (float)(next() % 16);
-    }
-    ql_weight_src src = {.module = "chain",
-                         .format = format,
-                         .n = n,
-                         .k = k,
-                         .n_range = 1,
-                         .row1 = {n},
-                         .full_n = n,
-                         .full_k = k,
-                         .data = data,
-                         .scale = scale,
-                         .factor = format == QL_FORMAT_NVFP4 ? 0.01f : 1.0f,
-                         .scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : QL_DTYPE_F32};
-    ql_weight w;
-    must(dev.ops->weight_load(&dev, &src, &w));
-    must(dev.ops->sync(&dev));
-    free(data);
-    free(scale);
-    return w;
-}
-
 static ql_op op[LAYERS * 10];
-
-static void one_by_one(int n) {
-    for (int i = 0; i < n; i++) {
-        switch (op[i].kind) {
-        case QL_OP_RMSNORM: must(dev.ops->rmsnorm(&dev, &op[i].u.rmsnorm)); break;
-        case QL_OP_LINEAR: must(dev.ops->linear_group(&dev, op[i].u.linear.a, op[i].u.linear.n)); break;
-        case QL_OP_CONV: must(dev.ops->conv(&dev, &op[i].u.conv)); break;
-        case QL_OP_GDN: must(dev.ops->gdn(&dev, &op[i].u.gdn)); break;
-        case QL_OP_GATED_NORM: must(dev.ops->gated_norm(&dev, &op[i].u.gated_norm)); break;
-        case QL_OP_SWIGLU: must(dev.ops->swiglu(&dev, &op[i].u.swiglu)); break;
-        case QL_OP_EXCHANGE: break; /* one lane has none */
-        case QL_OP_SOON: break;
-        }
-    }
-}
-
-static void chained(int n) {
-    for (int i = 0; i < n;) {
-        int32_t taken;
-        must(dev.ops->chain(&dev, op + i, n - i, &taken));
-        if (taken == 0) {
-            fprintf(stderr, "chain: op %d of %d was not taken\n", i, n);
-            exit(1);
-        }
-        i += taken;
-    }
-}
 
 static void restart(void) {
     for (int i = 0; i < n_array; i++) {
-        must(dev.ops->h2d(&dev, arrays[i].dev, arrays[i].start, arrays[i].n * 4));
+        rig_must(dev.ops->h2d(&dev, arrays[i].dev, arrays[i].start, arrays[i].n * 4));
     }
-    must(dev.ops->sync(&dev));
+    rig_must(dev.ops->sync(&dev));
 }
 
 static void fetch(bool want) {
     for (int i = 0; i < n_array; i++) {
-        must(dev.ops->d2h(&dev, want ? arrays[i].want : arrays[i].got, arrays[i].dev, arrays[i].n * 4));
-        must(dev.ops->sync(&dev));
+        rig_fetch(&dev, want ? arrays[i].want : arrays[i].got, arrays[i].dev, arrays[i].n * 4);
     }
 }
 
@@ -175,40 +87,32 @@ static int compare(int round, size_t *compared) {
     return bad;
 }
 
-static double time_of(void (*run)(int), int n) {
-    enum { REPEATS = 10 };
-    void *graph;
+static int n_op;
+
+static void all_apart(int i) {
+    (void)i;
+    rig_one_by_one(&dev, op, n_op);
+}
+
+static void all_chained(int i) {
+    (void)i;
+    rig_chained(&dev, op, n_op);
+}
+
+/* Microseconds of a layer. */
+static double time_of(void (*call)(int i)) {
     restart();
-    run(n);
-    must(dev.ops->sync(&dev));
-    must(ql_cuda_capture_begin(&dev));
-    for (int i = 0; i < REPEATS; i++) {
-        run(n);
-    }
-    must(ql_cuda_capture_end(&dev, &graph));
-    double best = 1e9;
-    for (int i = 0; i < 5; i++) {
-        must(dev.ops->sync(&dev));
-        double t = now();
-        must(ql_cuda_graph_launch(&dev, graph));
-        must(dev.ops->sync(&dev));
-        t = now() - t;
-        best = t < best ? t : best;
-    }
-    ql_cuda_graph_free(&dev, graph);
-    return best / REPEATS;
+    return rig_time(&dev, call, 10) / LAYERS * 1e6;
 }
 
 int main(int argc, char **argv) {
     int rounds = argc > 1 ? atoi(argv[1]) : 20, bad = 0, passed = 0;
-    ql_cuda_device info;
-    must(ql_cuda_info(0, &info, &err));
+    ql_cuda_device info = rig_info();
     if (info.major != 9) {
         printf("chain: 0 passed, 0 failed, 1 skipped (compute capability %d.%d has no chains)\n", info.major,
                info.minor);
         return 0;
     }
-    must(ql_cuda_dev_open(&dev, 0, NULL, NULL, &err));
     ql_shape shape = {.hidden = HIDDEN,
                       .vocab = 1024,
                       .vocab_local = 1024,
@@ -221,13 +125,15 @@ int main(int argc, char **argv) {
                       .max_seg = MAX_ROW,
                       .max_out = MAX_ROW,
                       .max_ctx = 4096};
-    dev.scratch_bytes = dev.ops->scratch_bytes(&dev, &shape);
-    must(dev.ops->alloc(&dev, dev.scratch_bytes, "scratch", &dev.scratch));
-    ql_weight qkv = weight(QL_FORMAT_FP8_CHANNEL, CHANNELS, HIDDEN),
-              z = weight(QL_FORMAT_FP8_CHANNEL, VALUES * 128, HIDDEN), b = weight(QL_FORMAT_BF16, VALUES, HIDDEN),
-              a = weight(QL_FORMAT_BF16, VALUES, HIDDEN), out = weight(QL_FORMAT_FP8_CHANNEL, HIDDEN, VALUES * 128),
-              gate = weight(QL_FORMAT_NVFP4, MLP, HIDDEN), up = weight(QL_FORMAT_NVFP4, MLP, HIDDEN),
-              down = weight(QL_FORMAT_NVFP4, HIDDEN, MLP);
+    rig_open(&dev, NULL, &shape);
+    ql_weight qkv = rig_weight(&dev, QL_FORMAT_FP8_CHANNEL, CHANNELS, HIDDEN),
+              z = rig_weight(&dev, QL_FORMAT_FP8_CHANNEL, VALUES * 128, HIDDEN),
+              b = rig_weight(&dev, QL_FORMAT_BF16, VALUES, HIDDEN),
+              a = rig_weight(&dev, QL_FORMAT_BF16, VALUES, HIDDEN),
+              out = rig_weight(&dev, QL_FORMAT_FP8_CHANNEL, HIDDEN, VALUES * 128),
+              gate = rig_weight(&dev, QL_FORMAT_NVFP4, MLP, HIDDEN),
+              up = rig_weight(&dev, QL_FORMAT_NVFP4, MLP, HIDDEN),
+              down = rig_weight(&dev, QL_FORMAT_NVFP4, HIDDEN, MLP);
     float *x = make("x", MAX_ROW * HIDDEN, 1.0f, 0.0f), *xn = between("normed", MAX_ROW * HIDDEN),
           *delta = make("delta", MAX_ROW * HIDDEN, 0.0f, 0.0f), *m = between("m", MAX_ROW * CHANNELS),
           *u = make("u", MAX_ROW * CHANNELS, 0.0f, 0.0f), *zz = make("z", MAX_ROW * VALUES * 128, 0.0f, 0.0f),
@@ -253,14 +159,11 @@ int main(int argc, char **argv) {
                   {"rows2of1", 2, 1, {0, 0}, {7, 8}, {0, 2}, {7}, {1}},
                   {"rows4of1", 4, 1, {0, 0, 0, 0}, {0, 1, 2, 3}, {0, 4}, {0}, {2}},
                   {"rows4of2", 4, 2, {0, 0, 0, 1}, {5, 6, 7, 9}, {0, 3, 4}, {5, 9}, {3, 1}}};
-    int32_t *seg;
-    must(dev.ops->alloc(&dev, sizeof shapes[0], "batch", (void **)&seg));
+    int32_t *seg = rig_room(&dev, sizeof shapes[0]);
     double one_row = 0.0;
     for (size_t shape_i = 0; shape_i < sizeof shapes / sizeof *shapes; shape_i++) {
         const int32_t rows = shapes[shape_i].rows;
-        must(dev.ops->h2d(&dev, seg, shapes[shape_i].row_seg,
-                          sizeof shapes[0] - offsetof(struct shape_of_batch, row_seg)));
-        must(dev.ops->sync(&dev));
+        rig_put(&dev, seg, shapes[shape_i].row_seg, sizeof shapes[0] - offsetof(struct shape_of_batch, row_seg));
         ql_batch batch = {.phase = QL_PHASE_GEN,
                           .n_row = rows,
                           .n_seg = shapes[shape_i].segs,
@@ -324,13 +227,13 @@ int main(int argc, char **argv) {
             size_t compared = 0;
             int wrong = 0, many = lengths[l] == n ? rounds : rounds / 4 + 1;
             restart();
-            one_by_one(lengths[l]);
-            must(dev.ops->sync(&dev));
+            rig_one_by_one(&dev, op, lengths[l]);
+            rig_must(dev.ops->sync(&dev));
             fetch(true);
             for (int i = 0; i < many; i++) {
                 restart();
-                chained(lengths[l]);
-                must(dev.ops->sync(&dev));
+                rig_chained(&dev, op, lengths[l]);
+                rig_must(dev.ops->sync(&dev));
                 fetch(false);
                 wrong += compare(i, &compared) > 0;
             }
@@ -338,7 +241,8 @@ int main(int argc, char **argv) {
                    shapes[shape_i].name, lengths[l], wrong, many, compared);
             wrong ? bad++ : passed++;
         }
-        double apart = time_of(one_by_one, n) / LAYERS * 1e6, as_chain = time_of(chained, n) / LAYERS * 1e6;
+        n_op = n;
+        double apart = time_of(all_apart), as_chain = time_of(all_chained);
         one_row = rows == 1 ? as_chain : one_row;
         printf("# %s: a layer takes %.1f us one by one, %.1f us as a chain, %.2f of one row\n", shapes[shape_i].name,
                apart, as_chain, as_chain / one_row);
