@@ -95,18 +95,18 @@ struct piece_of {
     const struct chain_target *t;
 };
 
-/* Until a stage has come; one that is waited for by the parity of its barrier must be at most a turn of the ring ahead. */
-__device__ __forceinline__ void wait_come(const struct shared *sh, int stage) {
-    int come;
-    do {
-        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(come) : "r"(shared_address(&sh->come)) : "memory");
-    } while (come <= stage);
+/* Until more than n of what `so_far` counts are there, of which the caller knows `seen`; returns how many are. */
+__device__ __forceinline__ int wait_count(const int *so_far, int seen, int n) {
+    while (seen <= n) {
+        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(so_far)) : "memory");
+    }
+    return seen;
 }
 
 /* First column tile of a unit of a piece. */
 __device__ __forceinline__ int tile_of(const struct product &p, int unit) {
     int slice = unit * p.by_slice >> 16;
-    return slice * p.tiles + (unit - slice * p.per_slice) * (p.format == QL_FORMAT_NVFP4 ? 5 : 10);
+    return slice * p.cut.tiles + p.cut.begin(unit - slice * p.cut.per_slice);
 }
 
 __device__ __forceinline__ struct piece_of find_piece_of(const struct product &p, int task, int piece) {
@@ -121,39 +121,9 @@ __device__ __forceinline__ struct piece_of find_piece_of(const struct product &p
     return at;
 }
 
-/* Where the units of op i are described, and those of the next at the same time. */
-__device__ __forceinline__ struct unit_at *units_of(const struct run &r, uint8_t *room, int i) {
-    return (struct unit_at *)(room + r.units_at) + (i & 1) * r.most_units;
-}
-
 /* Units of a task. */
 __device__ __forceinline__ int all_units(const struct product &p) {
     return p.epilogue == GATED ? 2 * p.units : p.units;
-}
-
-/* Unit u of a task, counted over its pieces, and with `pair` the one behind it. */
-template <int COLS> __device__ __forceinline__ struct unit_at locate_unit(const struct product &p, int u) {
-    int piece = u >= p.units, unit = u - piece * p.units, per_stage = stage_units(p.format);
-    int first = tile_of(p, unit), skip = first - tile_of(p, unit / per_stage * per_stage), next = tile_of(p, unit + 1);
-    int second = p.pair ? tile_of(p, unit + 2) - next : 0;
-    return unit_at{(uint16_t)(skip * TILE_BYTES),
-                   (uint16_t)(SCALES_AT + skip * TILE_SCALE_BYTES),
-                   (uint32_t)(first * tile_k(p.format) * 2 * COLS),
-                   (uint16_t)(piece * p.stages + unit / per_stage),
-                   (uint8_t)(next - first),
-                   (uint8_t)second,
-                   (uint32_t)first};
-}
-
-/* Until task n of the block has been finished. R as in finish_all. */
-template <int R> __device__ __forceinline__ void wait_finished(const struct shared *sh, int n) {
-    int done;
-    do {
-        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
-                     : "=r"(done)
-                     : "r"(shared_address(&sh->finished[n % sum_sets(R)]))
-                     : "memory");
-    } while (done <= n / sum_sets(R));
 }
 
 /* ---- fetching ---------------------------------------------------------------------------------------------------- */
@@ -165,6 +135,7 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
              empty0 = shared_address(sh->empty);
     uint64_t policy = read_once();
     int stage = 0, n_task = 0;           /* asked for so far */
+    int finished = 0;                    /* tasks that are known to be */
     int slot = 0, old_slot = 0;          /* of this stage, and of that which came in_flight before it */
     uint32_t parity = 0, old_parity = 0; /* of the uses of these slots */
     for (int i = 0; i < r.n_op; i++) {
@@ -180,12 +151,12 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
         }
         const struct product &p = sh->op[i].product;
         bool fp4 = p.format == QL_FORMAT_NVFP4;
-        int per_stage = stage_units(p.format), pieces = p.epilogue == GATED ? 2 : 1, units = p.units,
-            by_slice = p.by_slice, tiles = p.tiles, per_slice = p.per_slice, unit = fp4 ? 5 : 10, n_tasks = p.n_task;
+        int pieces = p.epilogue == GATED ? 2 : 1, units = p.units, by_slice = p.by_slice, n_tasks = p.n_task;
+        struct cut cut = p.cut;
         uint32_t tile_bytes = fp4 ? TILE_BYTES + TILE_SCALE_BYTES : TILE_BYTES;
         auto tile_at = [&](int u) { /* as tile_of */
-                                    int slice = u * by_slice >> 16;
-                                    return slice * tiles + (u - slice * per_slice) * unit;
+            int slice = u * by_slice >> 16;
+            return slice * cut.tiles + cut.begin(u - slice * cut.per_slice);
         };
         int piece_tiles = tile_at(units);
         if (p.norm && blockIdx.x < 4) {
@@ -198,9 +169,7 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
         }
         for (int task = blockIdx.x; task < n_tasks; task += gridDim.x, n_task++) {
             struct extra *x = (struct extra *)(extras + n_task % ahead_of(R) * r.extra_bytes);
-            if (n_task >= ahead_of(R)) { /* whose data was there */
-                wait_finished<R>(sh, n_task - ahead_of(R));
-            }
+            finished = wait_count(&sh->finished, finished, n_task - ahead_of(R)); /* whose data and sums were there */
             for (int piece = 0; piece < pieces; piece++) {
                 struct piece_of at = find_piece_of(p, task, piece);
                 const struct chain_target &t = *at.t;
@@ -209,8 +178,8 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
                               *scales = (const uint8_t *)t.scale + tile0 * TILE_SCALE_BYTES;
                 bool conv = p.epilogue == CONV && at.t == &p.target[0];
                 int more = (t.row_scale ? 64 : 0) + (conv ? 256 + r.n_seg * 192 : 0);
-                for (int j = 0, first = 0; j < units; j += per_stage, stage++) {
-                    int n = min(per_stage, units - j), last = tile_at(j + n);
+                for (int j = 0, first = 0; j < units; j += STAGE_UNITS, stage++) {
+                    int n = min((int)STAGE_UNITS, units - j), last = tile_at(j + n);
                     uint32_t full = full0 + slot * 8, to = ring + slot * SLOT_BYTES;
                     if (stage >= r.n_slot) {
                         barrier_wait(empty0 + slot * 8, parity ^ 1);
@@ -248,8 +217,8 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
                         }
                         more = 0;
                     }
-                    if (n < 8) { /* a slot is free when eight units have been computed */
-                        barrier_arrive(empty0 + slot * 8, 8 - n);
+                    if (n < STAGE_UNITS) { /* a slot is free when all of them have been computed */
+                        barrier_arrive(empty0 + slot * 8, STAGE_UNITS - n);
                     }
                     first = last;
                     slot++;
@@ -931,15 +900,17 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
         codes += N * TILE_BYTES;
         scales += N * TILE_SCALE_BYTES;
     };
+    /* 10 are 5 and 5, 9 are 5 and 4, 8 are 4 and 4. */
 #pragma unroll 1
-    while (i + 5 <= n) {
+    while (n - i == 5 || n - i > 8) {
         tiles(constant<5>{});
     }
 #pragma unroll 1
-    while (i + 2 <= n) {
-        tiles(constant<2>{});
+    while (n - i >= 4) {
+        tiles(constant<4>{});
     }
-    if (i < n) {
+#pragma unroll 1
+    while (i < n) {
         tiles(constant<1>{});
     }
 #pragma unroll
@@ -1033,10 +1004,10 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
         int slices = p.n_slice >> p.log_parts, step = R * 16;
         bool gated = p.epilogue == GATED, split = !gated && slices > 1;
         int count = split ? slices / 2 : slices, q0 = split ? half * count : 0;
-        int from = in_tile * R + ((gated ? half * p.units : 0) + q0 * p.per_slice) * step;
+        int from = in_tile * R + ((gated ? half * p.units : 0) + q0 * p.cut.per_slice) * step;
 #pragma unroll 1
         for (int left = p.tasks - 1, task = blockIdx.x; left >= 0; left--, task += gridDim.x, n++) {
-            int set = n % sum_sets(R), row_tile = task >> p.log_parts, which = 0;
+            int set = n % ahead_of(R), row_tile = task >> p.log_parts, which = 0;
             while (!gated && which + 1 < p.n_target && row_tile >= p.target[which].row_tiles) {
                 row_tile -= p.target[which++].row_tiles;
             }
@@ -1051,15 +1022,15 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
                 barrier_arrive(shared_address(&sh->summed[set]),
                                SUM_ARRIVALS - all_units(p) - (left == 0 ? N_WARP : 0));
             }
-            barrier_wait(shared_address(&sh->summed[set]), n / sum_sets(R) & 1);
+            barrier_wait(shared_address(&sh->summed[set]), n / ahead_of(R) & 1);
             float f = *scale, x0 = 0.0f, x1 = 0.0f, x2 = 0.0f;
             float4 w = conv ? x->conv[in_tile] : make_float4(0, 0, 0, 0);
             const float *xscale = sh->xscale + q0;
             float sum[R];
             switch (count) {
-            case 1: add_slices<1, R>(sum, u, step, p.per_slice, xscale, slices, f); break;
-            case 2: add_slices<2, R>(sum, u, step, p.per_slice, xscale, slices, f); break;
-            default: add_slices<4, R>(sum, u, step, p.per_slice, xscale, slices, f); break; /* half of 8 */
+            case 1: add_slices<1, R>(sum, u, step, p.cut.per_slice, xscale, slices, f); break;
+            case 2: add_slices<2, R>(sum, u, step, p.cut.per_slice, xscale, slices, f); break;
+            default: add_slices<4, R>(sum, u, step, p.cut.per_slice, xscale, slices, f); break; /* half of 8 */
             }
 #pragma unroll 1
             for (int row = 0; row < r.n_row; row++) {
@@ -1102,8 +1073,7 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
             }
             __syncwarp();
             if (lane == 0) {
-                asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->finished[set])),
-                             "r"(n / sum_sets(R) + 1)
+                asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->finished)), "r"(n + 1)
                              : "memory");
             }
             if (left == 0) {
@@ -1127,75 +1097,64 @@ __device__ __forceinline__ uint32_t distances(int warp) {
 /* The units of a product are dealt to the warps in turn, from the first warp and the block's first task on. A warp walks over
  * its own; it says of each that its sums are in, and at the end once more that it is done. */
 template <int FMT, int COLS, int R>
-__device__ __forceinline__ void multiply(const struct run &r, const struct product &p, const struct unit_at *unit,
-                                         uint8_t *room, struct shared *sh) {
+__device__ __forceinline__ void multiply(const struct run &r, const struct product &p, uint8_t *room,
+                                         struct shared *sh) {
     constexpr int KT = tile_k(FMT);
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    int pair = FMT == QL_FORMAT_NVFP4 ? p.pair : 0, all = all_units(p) >> pair;
-    int stages = p.epilogue == GATED ? 2 * p.stages : p.stages, task0 = p.task0, end = task0 + p.tasks;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, units = p.units, all = all_units(p), by_task = p.by_task;
+    int stages = p.epilogue == GATED ? 2 * p.stages : p.stages, end = p.task0 + p.tasks;
     uint32_t steps = distances(warp);
     int column =
         min(lane >> 2, r.n_row * COLS - 1); /* results of the columns that there are not depend on them alone */
     uint32_t x = shared_address(room + r.x_at) + column / COLS * (x_stride<COLS>(p.k >> p.log_parts, FMT) * 2) +
-                 (COLS == 2 ? (lane & 3) * 32 + column % 2 * 16 : (lane & 3) * (KT / 2)),
-             full = shared_address(sh->full);
-    int u = warp, task = task0, stage = p.stage0;
+                 (COLS == 2 ? (lane & 3) * 32 + column % 2 * 16 : (lane & 3) * (KT / 2));
+    int u = warp, task = p.task0, stage = p.stage0, come = 0;
+    unsigned last = ~0u;
+    int first = 0, tiles = 0, skip = 0; /* of the last unit: column tile of its piece, how many, from its stage's first */
 #pragma unroll 1
     for (;; u += steps & 0xff, steps = __funnelshift_r(steps, steps, 8)) {
-        for (; u >= all; u -= all, task++) {
-            stage += stages;
-        }
+        int on = u * by_task >> 16; /* tasks further */
+        u -= on * all;
+        task += on;
+        stage += on * stages;
         if (task >= end) {
             break;
         }
-        uint4 raw = load_shared4(shared_address(unit + u));
-        const struct unit_at w = {(uint16_t)raw.x,        (uint16_t)(raw.x >> 16), raw.y, (uint16_t)raw.z,
-                                  (uint8_t)(raw.z >> 16), (uint8_t)(raw.z >> 24),  raw.w};
-        int set = (unsigned)task % sum_sets(R), in = stage + w.stage, turn = in * r.by_slot >> 16,
-            slot = in - turn * r.n_slot;
+        int piece = u >= units;
+        unsigned unit = u - (piece ? units : 0);
+        if (unit != last) {
+            last = unit;
+            first = tile_of(p, unit);
+            tiles = tile_of(p, unit + 1) - first;
+            skip = first - tile_of(p, unit / STAGE_UNITS * STAGE_UNITS);
+        }
+        int set = (unsigned)task % ahead_of(R), in = stage + unit / STAGE_UNITS + (piece ? p.stages : 0),
+            turn = in * r.by_slot >> 16, slot = in - turn * r.n_slot;
         int fresh_lane = lane; /* so that nothing made of it takes a register outside the loop */
         asm volatile("" : "+r"(fresh_lane));
         uint32_t slot_at = shared_address(room + RING_AT) + slot * SLOT_BYTES;
         struct piece_of q = {};
         if (FMT == QL_FORMAT_FP8_BLOCK) {
-            q = find_piece_of(p, (int)blockIdx.x + (task - task0) * (int)gridDim.x, u >= p.units);
+            q = find_piece_of(p, (int)blockIdx.x + (task - p.task0) * (int)gridDim.x, piece);
         }
-        if (task >= sum_sets(R)) { /* whose sums were there */
-            wait_finished<R>(sh, task - sum_sets(R));
-        }
-        wait_come(sh, in - r.n_slot); /* what the slot held before */
-        barrier_wait(full + slot * 8, turn & 1);
-        uint32_t codes = slot_at + w.codes + fresh_lane * 16, scales = slot_at + w.scales + fresh_lane * 2,
-                 x_at = x + w.x;
-        float *out = (float *)(room + r.sets_at) + set * r.set_floats + (u << pair) * r.set_rows * 16;
-        int tiles = w.tiles, second = w.second;
-#pragma unroll 1
-        for (;;) {
-            compute<FMT, COLS>(q.t ? *q.t : p.target[0], q.row_tile * TILE_ROWS, q.part * tile_of(p, p.units) + w.first,
-                               tiles, codes, scales, x_at, r.n_row, r.set_rows, p.k, out, fresh_lane);
-            if (FMT != QL_FORMAT_NVFP4 || second == 0) {
-                break;
-            }
-            codes += tiles * TILE_BYTES;
-            scales += tiles * TILE_SCALE_BYTES;
-            x_at += tiles * KT * 2 * COLS;
-            out += r.set_rows * 16;
-            tiles = second;
-            second = 0;
-        }
+        /* What the slot held before has come: a wait by parity is for at most a turn of the ring. */
+        come = wait_count(&sh->come, come, in - r.n_slot);
+        barrier_wait(shared_address(&sh->full[slot]), turn & 1);
+        compute<FMT, COLS>(q.t ? *q.t : p.target[0], q.row_tile * TILE_ROWS, q.part * tile_of(p, units) + first, tiles,
+                           slot_at + skip * TILE_BYTES + fresh_lane * 16,
+                           slot_at + SCALES_AT + skip * TILE_SCALE_BYTES + fresh_lane * 2, x + first * (KT * 2 * COLS),
+                           r.n_row, r.set_rows, p.k,
+                           (float *)(room + r.sets_at) + set * r.set_floats + u * r.set_rows * 16, fresh_lane);
         __syncwarp();
         if (lane == 0) {
-            barrier_arrive(full + (uint32_t)sizeof sh->full + slot * 8, 1 << pair);
-            barrier_arrive(shared_address(&sh->summed[set]), 1 << pair);
+            barrier_arrive(shared_address(&sh->empty[slot]), 1);
+            barrier_arrive(shared_address(&sh->summed[set]), 1);
         }
     }
-    if (end > task0) {
-        if (end > sum_sets(R)) {
-            wait_finished<R>(sh, end - 1 - sum_sets(R));
-        }
+    if (p.tasks > 0) {
+        wait_count(&sh->finished, 0, end - 1 - ahead_of(R));
         __syncwarp();
         if (lane == 0) {
-            barrier_arrive(shared_address(&sh->summed[(end - 1) % sum_sets(R)]), 1);
+            barrier_arrive(shared_address(&sh->summed[(end - 1) % ahead_of(R)]), 1);
         }
     }
 }
@@ -1365,12 +1324,6 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
         bool edge = i > 0, arrived = false; /* by the finishing warp */
         unsigned target = sh->base + gridDim.x * i;
         enum chain_op_kind kind = sh->op[i].kind;
-        if (kind == PRODUCT) {
-            const struct product &p = sh->op[i].product;
-            for (int u = threadIdx.x; u < all_units(p) >> p.pair; u += N_THREAD) {
-                units_of(r, room, i)[u] = locate_unit<COLS>(p, u << p.pair);
-            }
-        }
         auto cross = [&]() {
             if (edge) {
                 wait_lanes(r, sh, *at_op);
@@ -1416,11 +1369,10 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
                 }
                 write_residual(sh, r.n_row, *at_op);
             }
-            const struct unit_at *unit = units_of(r, room, *at_op);
             switch (p.format) {
-            case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS, MANY ? 4 : 1>(r, p, unit, room, sh); break;
-            case QL_FORMAT_FP8_BLOCK: multiply<QL_FORMAT_FP8_BLOCK, COLS, MANY ? 4 : 1>(r, p, unit, room, sh); break;
-            default: multiply<QL_FORMAT_FP8_CHANNEL, COLS, MANY ? 4 : 1>(r, p, unit, room, sh); break;
+            case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS, MANY ? 4 : 1>(r, p, room, sh); break;
+            case QL_FORMAT_FP8_BLOCK: multiply<QL_FORMAT_FP8_BLOCK, COLS, MANY ? 4 : 1>(r, p, room, sh); break;
+            default: multiply<QL_FORMAT_FP8_CHANNEL, COLS, MANY ? 4 : 1>(r, p, room, sh); break;
             }
             arrived = p.tasks > 0;
         } else if (kind == RECURRENCE) {
@@ -1488,13 +1440,12 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
 #pragma unroll 1
         for (int i = 0; i < args.n_slot; i++) {
             barrier_init(shared_address(&sh->full[i]), 1);
-            barrier_init(shared_address(&sh->empty[i]), 8);
+            barrier_init(shared_address(&sh->empty[i]), STAGE_UNITS);
         }
-        for (int i = 0; i < SUM_SETS; i++) {
+        for (int i = 0; i < AHEAD; i++) {
             barrier_init(shared_address(&sh->summed[i]), SUM_ARRIVALS);
-            sh->finished[i] = 0;
         }
-        sh->come = 0;
+        sh->come = sh->finished = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();

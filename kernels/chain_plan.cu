@@ -2,7 +2,6 @@
  * that the kernel of chain.cu walks over. The first op that fits no shape ends it.
  */
 #include "kernels/cuda/chain.cuh"
-#include "kernels/cuda/unit.cuh"
 
 enum { PARTS_READ = 2 }; /* of a sum, by all blocks before a norm; more cost more than an op that adds them */
 
@@ -185,18 +184,15 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             return 0;
         }
     }
-    p.tiles = p.ks / tile_k(p.format);
-    p.per_slice = (int)ceil_div(p.tiles, unit_tiles(p.format));
+    p.cut = cut_of(p.ks / tile_k(p.format));
     p.n_task = row_tiles * p.parts;
     p.log_parts = p.parts == 4 ? 2 : p.parts - 1;
-    p.units = p.per_slice * (p.n_slice / p.parts);
-    p.by_slice = (int)ceil_div(1 << 16, p.per_slice);
+    p.units = p.cut.per_slice * (p.n_slice / p.parts);
+    p.by_slice = (int)ceil_div(1 << 16, p.cut.per_slice);
     if (p.units > MAX_UNITS) {
         return 0;
     }
-    p.stages = (int)ceil_div(p.units, stage_units(p.format));
-    /* Fewer and longer walks to a unit, where tasks are many and whole pairs. */
-    p.pair = p.format == QL_FORMAT_NVFP4 && p.epilogue == GATED && p.units % 2 == 0 && a->n_row <= WITH_DELTA;
+    p.stages = (int)ceil_div(p.units, STAGE_UNITS);
     p.part_stride = p.parts > 1 || lanes ? a->n_row * a->w->n : 0;
     if (added) {
         add_to_residual(b, added);
@@ -222,7 +218,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
                                      (p.n_plain > 0 && (cols == 1 || a->n_row <= WITH_DELTA) ? k * 4 : 0);
     r->set_rows = a->n_row > 2 ? 4 : a->n_row;
     int all = (p.epilogue == GATED ? 2 : 1) * p.units, set = all * r->set_rows * 16;
-    r->most_units = all > r->most_units ? all : r->most_units;
+    p.by_task = (int)ceil_div(1 << 16, all);
     b->x_bytes = x_bytes > b->x_bytes ? x_bytes : b->x_bytes;
     r->set_floats = set > r->set_floats ? set : r->set_floats;
     r->n_row = a->n_row;
@@ -259,7 +255,6 @@ static struct builder begin(ql_dev *dev, struct run *r) {
     const ql_cuda_exchange *x = &cuda(dev)->exchange;
     r->n_op = r->n_row = r->n_seg = r->set_floats = r->extra_bytes = 0;
     r->soon_bytes = 0;
-    r->most_units = 0;
     r->edges = (struct edges *)cuda(dev)->edges;
     r->lanes = {};
     r->lanes.lane = x->lane;
@@ -280,7 +275,7 @@ ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t round
     r.n_slot = r.in_flight = 1; /* nothing is fetched */
     r.by_slot = 1 << 16;
     r.set_rows = 1;
-    r.x_at = r.extras_at = r.sets_at = r.units_at = r.room_bytes = RING_AT;
+    r.x_at = r.extras_at = r.sets_at = r.room_bytes = RING_AT;
     b.parts_stride = n;
     b.n_parts = r.lanes.n_lane;
     b.parts = sums_of(&b);
@@ -325,9 +320,8 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
         }
     }
     int x_bytes = (b.x_bytes + 127) / 128 * 128, extra_bytes = ahead_of(r.n_row) * r.extra_bytes,
-        set_bytes = sum_sets(r.n_row) * r.set_floats * (int)sizeof(float);
-    int unit_room = 2 * r.most_units * (int)sizeof(struct unit_at);
-    r.n_slot = (SHARED_MAX - RING_AT - x_bytes - extra_bytes - set_bytes - unit_room) / SLOT_BYTES;
+        set_bytes = ahead_of(r.n_row) * r.set_floats * (int)sizeof(float);
+    r.n_slot = (SHARED_MAX - RING_AT - x_bytes - extra_bytes - set_bytes) / SLOT_BYTES;
     r.n_slot = r.n_slot < MAX_SLOTS ? r.n_slot : MAX_SLOTS;
     if (products == 0 || r.n_slot < 2) {
         *taken = 0;
@@ -336,8 +330,7 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
     r.x_at = RING_AT + r.n_slot * SLOT_BYTES;
     r.extras_at = r.x_at + x_bytes;
     r.sets_at = r.extras_at + extra_bytes;
-    r.units_at = r.sets_at + set_bytes;
-    r.room_bytes = r.units_at + unit_room;
+    r.room_bytes = r.sets_at + set_bytes;
     r.by_slot = (int)ceil_div(1 << 16, r.n_slot);
     r.in_flight = IN_FLIGHT < r.n_slot - 1 ? IN_FLIGHT : r.n_slot - 1;
     add_combine(&b);

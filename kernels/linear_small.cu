@@ -13,7 +13,7 @@
 
 /* The codes and scales of a unit, as loaded. */
 template <int FMT> struct unit {
-    static constexpr int TILES = unit_tiles(FMT);
+    static constexpr int TILES = UNIT_TILES;
     uint4 w[TILES];
     uint32_t s[TILES];
     int first, n; /* column tiles */
@@ -21,8 +21,8 @@ template <int FMT> struct unit {
     __device__ __forceinline__ void load(const uint8_t *codes, const uint8_t *scales, const struct cut &c, int j,
                                          int lane) {
         int part = j % c.per_slice;
-        first = j / c.per_slice * c.tiles + part * TILES;
-        n = min(TILES, c.tiles - part * TILES);
+        first = j / c.per_slice * c.tiles + c.begin(part);
+        n = c.shortest + (part < c.longer);
         codes += first * TILE_BYTES;
         scales += first * TILE_SCALE_BYTES;
 #pragma unroll
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 && NT == 1 ? 3 : 2)
         }
         sum.store(unit_sums + j * TOK * 16, p.n_row, lane);
     };
-    for (int j = warp; j < c.per_row_tile; j += n_warp) {
+    for (int j = warp; j < c.per_slice * p.n_slice; j += n_warp) {
         if (j != warp) {
             u.load(codes, scales, c, j, lane);
         }
@@ -123,21 +123,19 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 8 && NT == 1 ? 3 : 2)
 }
 
 template <int FMT, int NT, int COLS> static ql_status run(ql_dev *dev, const struct products *p) {
-    struct cut c;
-    c.tiles = p->ks / tile_k(FMT);
-    c.per_slice = (int)ceil_div(c.tiles, unit_tiles(FMT));
-    c.per_row_tile = c.per_slice * p->n_slice;
+    struct cut c = cut_of(p->ks / tile_k(FMT));
+    int units = c.per_slice * p->n_slice; /* of a row tile */
     int64_t blocks = 0;
     for (int i = 0; i < p->n_target; i++) {
         blocks += p->target[i].row_tiles;
     }
-    size_t shared = (size_t)c.per_row_tile * (NT * 8 / COLS) * 16 * sizeof(float);
+    size_t shared = (size_t)units * (NT * 8 / COLS) * 16 * sizeof(float);
     /* A unit a warp where that comes out even saves FP8 a tenth; NVFP4 decodes too much for the fewer registers. */
     constexpr int MANY = FMT == QL_FORMAT_FP8_CHANNEL && NT == 1 ? 16 : 8;
-    if (MANY == 16 && c.per_row_tile % MANY == 0) {
+    if (MANY == 16 && units % MANY == 0) {
         return launch(dev, "linear", small_kernel<FMT, NT, COLS, MANY>, (unsigned)blocks, 32 * MANY, shared, *p, c);
     }
-    unsigned warps = c.per_row_tile < 8 ? (unsigned)c.per_row_tile : 8;
+    unsigned warps = units < 8 ? (unsigned)units : 8;
     return launch(dev, "linear", small_kernel<FMT, NT, COLS, 8>, (unsigned)blocks, 32 * warps, shared, *p, c);
 }
 

@@ -3,20 +3,21 @@
 #define QL_KERNELS_CUDA_CHAIN_CUH
 
 #include "kernels/chain.h"
-#include "kernels/cuda/linear.cuh"
+#include "kernels/cuda/unit.cuh"
 
 #include <stddef.h>
 
 enum {
     N_WARP = 14, /* that compute; with those that fetch and finish 16, of 128 registers a thread */
     N_THREAD = 32 * N_WARP,
-    SCALES_AT = 8 * 5 * TILE_BYTES, /* in a slot: of 8 units of NVFP4; 4 of FP8 have none */
-    SLOT_BYTES = SCALES_AT + 8 * 5 * TILE_SCALE_BYTES,
+    STAGE_UNITS = 4, /* that are fetched together, into a slot */
+    SCALES_AT = STAGE_UNITS * UNIT_TILES * TILE_BYTES, /* in a slot, of NVFP4 */
+    SLOT_BYTES = SCALES_AT + STAGE_UNITS * UNIT_TILES * TILE_SCALE_BYTES,
     MAX_SLOTS = 8,
     IN_FLIGHT = 3, /* slots asked for and not there: more only makes every other load wait longer */
     PLACES = 16,   /* that units are dealt to in turn (see distances in chain.cu) */
     MAX_ROWS = 4,  /* with two parts each they fill the columns of a matrix instruction */
-    SUM_SETS = 4,  /* tasks whose units wait for their sum, at most */
+    AHEAD = 8,     /* tasks that have been asked for and not been finished, at most */
     MAX_OPS = 24,
     MAX_UNITS = 64,                            /* of a piece */
     SUM_ARRIVALS = 2 * MAX_UNITS + N_WARP + 1, /* at a set: its units, the warps when they are done, and the rest */
@@ -59,12 +60,11 @@ struct product {
     int format, epilogue; /* epilogue of target 0; CONV or GATED */
     enum x_mode mode;
     int k, ks, n_slice, parts;
-    int tiles, per_slice; /* of a slice: column tiles, units */
+    struct cut cut;       /* of a slice */
     int units, stages;    /* of a piece */
-    int pair;             /* 1: units are dealt two at a time */
     int n_task, log_parts;
     int tasks, task0, stage0; /* of a block, known to itself: its tasks, and its tasks and stages before those */
-    int by_slice;             /* 2^16 / per_slice, rounded up */
+    int by_slice, by_task;    /* 2^16 / per_slice, and / the units of a task, rounded up */
     int part_stride;          /* between parts of y */
     /* x: rows of ldx, or the norm of x + delta */
     const float *x;
@@ -140,8 +140,7 @@ static_assert(sizeof(struct edges) == EDGE_WORDS * sizeof(unsigned), "as device.
 struct run {
     int n_op, n_row, n_seg, n_slot, by_slot, in_flight, /* by_slot: 2^16 / n_slot, rounded up */
         set_floats, set_rows, extra_bytes;              /* set_rows: n_row, or the next power of two */
-    int x_at, extras_at, sets_at, units_at, room_bytes; /* of shared memory */
-    int most_units;                                     /* of a task */
+    int x_at, extras_at, sets_at, room_bytes; /* of shared memory */
     const int32_t *seg_row, *seg_pos, *seg_slot;        /* as ql_batch's */
     struct edges *edges;
     struct lanes lanes;
@@ -157,15 +156,6 @@ struct extra {
     float tail[][3][TILE_ROWS]; /* of each segment */
 };
 
-/* Where a unit lies. */
-struct __align__(16) unit_at {
-    uint16_t codes, scales; /* bytes from the slot's begin */
-    uint32_t x;             /* bytes from the begin of x */
-    uint16_t stage;         /* of the task */
-    uint8_t tiles, second;  /* second: of the unit behind it, where the two are dealt as one */
-    uint32_t first;         /* column tile of its piece */
-};
-
 /* ---- shared memory ----------------------------------------------------------------------------------------------- */
 
 struct shared {
@@ -174,11 +164,11 @@ struct shared {
     float xscale[MAX_ROWS * MAX_SLICES];
     float pend[WITH_DELTA][PEND];
     float plain[MAX_ROWS][4];  /* of each warp */
-    uint64_t summed[SUM_SETS]; /* a task's units are in their set */
+    uint64_t summed[AHEAD];    /* a task's units are in their set */
     int at_op[N_WARP];
     unsigned base, exchanged; /* of the edges, as the run began */
     int come;                 /* stages that are known to have come, from the run's first on */
-    int finished[SUM_SETS];   /* tasks that have left the set */
+    int finished;             /* tasks whose sums are written */
     int seg_row[MAX_ROWS + 1], seg_pos[MAX_ROWS], seg_slot[MAX_ROWS];
     struct chain_op op[MAX_OPS]; /* of the run */
 };
@@ -186,12 +176,8 @@ struct shared {
 /* The ring comes behind it, then what the run says. */
 enum { RING_AT = (sizeof(struct shared) + 127) / 128 * 128 };
 
-/* Units that are fetched together. */
-__device__ __host__ __forceinline__ int stage_units(int format) { return format == QL_FORMAT_NVFP4 ? 8 : 4; }
-
-/* Tasks whose units wait for their sum, and tasks whose finishing data has been fetched, where R rows are finished at a time. */
-__device__ __host__ constexpr int sum_sets(int rows) { return rows > 2 ? 3 : SUM_SETS; }
-__device__ __host__ constexpr int ahead_of(int rows) { return rows > 2 ? 5 : 8; }
+/* Tasks that have been asked for and not been finished, where R rows are finished at a time: each has its set of sums. */
+__device__ __host__ constexpr int ahead_of(int rows) { return rows > 2 ? 5 : AHEAD; }
 
 /* Numbers of a row of a slice that a thread can hold of x, of so many rows. */
 __device__ __host__ constexpr int x_keep(int rows) { return rows > 2 ? 12 : 24; }

@@ -1,22 +1,31 @@
 /* Small-row products: the work of a warp, in the order of additions that all kernels for generated rows share.
  *
- * Every canonical slice of a tile of 16 weight rows is cut into units of UNIT column tiles (the last may be shorter), one run
- * of bytes in memory each; a warp computes a unit, a slice's units are added in rising order. The cut depends on the slice's
- * length alone, so a product has the same bits whichever kernel computes it.
+ * Every canonical slice of a tile of 16 weight rows is cut into units, one run of bytes in memory each: the fewest that have
+ * at most UNIT_TILES column tiles, as even as can be. A warp computes a unit, a slice's units are added in rising order. The
+ * cut depends on the slice's length alone, so a product has the same bits whichever kernel computes it.
  */
 #ifndef QL_KERNELS_CUDA_UNIT_CUH
 #define QL_KERNELS_CUDA_UNIT_CUH
 
 #include "kernels/cuda/linear.cuh"
 
-static constexpr __host__ __device__ int unit_tiles(int format) { return format == QL_FORMAT_NVFP4 ? 5 : 10; }
+enum { UNIT_TILES = 10 };
 
-/* Cut of the weights into units. */
+/* Cut of a slice of the weights into units. */
 struct cut {
-    int tiles;        /* column tiles of a slice */
-    int per_slice;    /* units of a slice */
-    int per_row_tile; /* units of a row tile */
+    int tiles;     /* column tiles of the slice */
+    int per_slice; /* units */
+    int shortest;  /* column tiles of a unit; the first `longer` have one more */
+    int longer;
+
+    /* First column tile of unit j. */
+    __device__ __host__ __forceinline__ int begin(int j) const { return j * shortest + (j < longer ? j : longer); }
 };
+
+static inline struct cut cut_of(int tiles) {
+    int n = (int)ceil_div(tiles, UNIT_TILES);
+    return {tiles, n, tiles / n, tiles % n};
+}
 
 /* Sums of a warp: NT column tiles of 8. COLS: columns of a row of x. Even and odd steps are added apart. */
 template <int FMT, int NT, int COLS> struct sums {
