@@ -134,10 +134,12 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
     uint32_t ring = shared_address(room + RING_AT), full0 = shared_address(sh->full),
              empty0 = shared_address(sh->empty);
     uint64_t policy = read_once();
+    const volatile int *at_product = &sh->at_product;
     int stage = 0, n_task = 0;           /* asked for so far */
     int finished = 0;                    /* tasks that are known to be */
-    int slot = 0, old_slot = 0;          /* of this stage, and of that which came in_flight before it */
-    uint32_t parity = 0, old_parity = 0; /* of the uses of these slots */
+    int come = 0;                        /* stages that are known to have come */
+    int slot = 0, next = 0;              /* of this stage, and of the one that comes next */
+    uint32_t parity = 0, next_parity = 0; /* of the uses of these slots */
     for (int i = 0; i < r.n_op; i++) {
         if (sh->op[i].kind == RECURRENCE) {
             const ql_gdn_args &g = sh->op[i].gdn.a;
@@ -181,26 +183,29 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
                 for (int j = 0, first = 0; j < units; j += STAGE_UNITS, stage++) {
                     int n = min((int)STAGE_UNITS, units - j), last = tile_at(j + n);
                     uint32_t full = full0 + slot * 8, to = ring + slot * SLOT_BYTES;
+                    const uint8_t *codes_at = codes + first * TILE_BYTES, *scales_at = scales + first * TILE_SCALE_BYTES;
+                    uint32_t code_bytes = (last - first) * TILE_BYTES, scale_bytes = (last - first) * TILE_SCALE_BYTES;
+                    /* What is fetched for the op after an edge is in the way of what the edge waits for. */
+                    int must_come = stage - (i > *at_product ? ACROSS_EDGE : IN_FLIGHT);
                     if (stage >= r.n_slot) {
                         barrier_wait(empty0 + slot * 8, parity ^ 1);
                     }
-                    if (stage >= r.in_flight) {
-                        barrier_wait(full0 + old_slot * 8, old_parity);
-                        asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->come)),
-                                     "r"(stage - r.in_flight + 1)
-                                     : "memory");
-                        old_slot++;
-                        if (old_slot == r.n_slot) {
-                            old_slot = 0;
-                            old_parity ^= 1;
+                    barrier_expect(full, (last - first) * tile_bytes + more);
+                    while (come <= must_come) {
+                        barrier_wait(full0 + next * 8, next_parity);
+                        come++;
+                        next++;
+                        if (next == r.n_slot) {
+                            next = 0;
+                            next_parity ^= 1;
                         }
                     }
-                    barrier_expect(full, (last - first) * tile_bytes + more);
-                    bulk_copy_as(policy, to, codes + first * TILE_BYTES, (last - first) * TILE_BYTES, full);
+                    bulk_copy_as(policy, to, codes_at, code_bytes, full);
                     if (fp4) {
-                        bulk_copy_as(policy, to + SCALES_AT, scales + first * TILE_SCALE_BYTES,
-                                     (last - first) * TILE_SCALE_BYTES, full);
+                        bulk_copy_as(policy, to + SCALES_AT, scales_at, scale_bytes, full);
                     }
+                    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->come)), "r"(come)
+                                 : "memory"); /* behind the copies, for which nobody waits longer then */
                     if (more) {
                         if (t.row_scale) {
                             bulk_copy(shared_address(x->scale[piece]), (const float *)t.scale + at.row_tile * TILE_ROWS,
@@ -1107,6 +1112,9 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
         min(lane >> 2, r.n_row * COLS - 1); /* results of the columns that there are not depend on them alone */
     uint32_t x = shared_address(room + r.x_at) + column / COLS * (x_stride<COLS>(p.k >> p.log_parts, FMT) * 2) +
                  (COLS == 2 ? (lane & 3) * 32 + column % 2 * 16 : (lane & 3) * (KT / 2));
+    if (threadIdx.x == 0) {
+        *(volatile int *)&sh->at_product = sh->at_op[0];
+    }
     int u = warp, task = p.task0, stage = p.stage0, come = 0;
     unsigned last = ~0u;
     int first = 0, tiles = 0, skip = 0; /* of the last unit: column tile of its piece, how many, from its stage's first */
@@ -1445,7 +1453,7 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
         for (int i = 0; i < AHEAD; i++) {
             barrier_init(shared_address(&sh->summed[i]), SUM_ARRIVALS);
         }
-        sh->come = sh->finished = 0;
+        sh->come = sh->finished = sh->at_product = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();

@@ -272,7 +272,7 @@ static struct builder begin(ql_dev *dev, struct run *r) {
 ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t rounds, uint32_t first) {
     struct run r;
     struct builder b = begin(dev, &r);
-    r.n_slot = r.in_flight = 1; /* nothing is fetched */
+    r.n_slot = 1; /* nothing is fetched */
     r.by_slot = 1 << 16;
     r.set_rows = 1;
     r.x_at = r.extras_at = r.sets_at = r.room_bytes = RING_AT;
@@ -323,7 +323,7 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
         set_bytes = ahead_of(r.n_row) * r.set_floats * (int)sizeof(float);
     r.n_slot = (SHARED_MAX - RING_AT - x_bytes - extra_bytes - set_bytes) / SLOT_BYTES;
     r.n_slot = r.n_slot < MAX_SLOTS ? r.n_slot : MAX_SLOTS;
-    if (products == 0 || r.n_slot < 2) {
+    if (products == 0 || r.n_slot < IN_FLIGHT) {
         *taken = 0;
         return QL_OK;
     }
@@ -332,7 +332,6 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
     r.sets_at = r.extras_at + extra_bytes;
     r.room_bytes = r.sets_at + set_bytes;
     r.by_slot = (int)ceil_div(1 << 16, r.n_slot);
-    r.in_flight = IN_FLIGHT < r.n_slot - 1 ? IN_FLIGHT : r.n_slot - 1;
     add_combine(&b);
     return ql_chain_launch_cuda(dev, &r, b.cols, b.blocks);
 }

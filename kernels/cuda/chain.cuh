@@ -14,7 +14,8 @@ enum {
     SCALES_AT = STAGE_UNITS * UNIT_TILES * TILE_BYTES, /* in a slot, of NVFP4 */
     SLOT_BYTES = SCALES_AT + STAGE_UNITS * UNIT_TILES * TILE_SCALE_BYTES,
     MAX_SLOTS = 8,
-    IN_FLIGHT = 3, /* slots asked for and not there: more only makes every other load wait longer */
+    IN_FLIGHT = 3,   /* stages asked for and not there: more only makes every other load wait longer */
+    ACROSS_EDGE = 1, /* of an op whose x is not there yet */
     PLACES = 16,   /* that units are dealt to in turn (see distances in chain.cu) */
     MAX_ROWS = 4,  /* with two parts each they fill the columns of a matrix instruction */
     AHEAD = 8,     /* tasks that have been asked for and not been finished, at most */
@@ -138,7 +139,7 @@ struct edges {
 static_assert(sizeof(struct edges) == EDGE_WORDS * sizeof(unsigned), "as device.cu allocates them");
 
 struct run {
-    int n_op, n_row, n_seg, n_slot, by_slot, in_flight, /* by_slot: 2^16 / n_slot, rounded up */
+    int n_op, n_row, n_seg, n_slot, by_slot, /* by_slot: 2^16 / n_slot, rounded up */
         set_floats, set_rows, extra_bytes;              /* set_rows: n_row, or the next power of two */
     int x_at, extras_at, sets_at, room_bytes; /* of shared memory */
     const int32_t *seg_row, *seg_pos, *seg_slot;        /* as ql_batch's */
@@ -169,6 +170,7 @@ struct shared {
     unsigned base, exchanged; /* of the edges, as the run began */
     int come;                 /* stages that are known to have come, from the run's first on */
     int finished;             /* tasks whose sums are written */
+    int at_product;           /* the last op whose products have begun */
     int seg_row[MAX_ROWS + 1], seg_pos[MAX_ROWS], seg_slot[MAX_ROWS];
     struct chain_op op[MAX_OPS]; /* of the run */
 };
