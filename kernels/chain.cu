@@ -186,7 +186,7 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
                     const uint8_t *codes_at = codes + first * TILE_BYTES, *scales_at = scales + first * TILE_SCALE_BYTES;
                     uint32_t code_bytes = (last - first) * TILE_BYTES, scale_bytes = (last - first) * TILE_SCALE_BYTES;
                     /* What is fetched for the op after an edge is in the way of what the edge waits for. */
-                    int must_come = stage - (i > *at_product ? ACROSS_EDGE : IN_FLIGHT);
+                    int must_come = stage - (i > *at_product ? across_edge(R) : IN_FLIGHT);
                     if (stage >= r.n_slot) {
                         barrier_wait(empty0 + slot * 8, parity ^ 1);
                     }
@@ -1174,7 +1174,7 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
  * state of the block's next task is copied to shared memory meanwhile. Sums in the order of gdn.cu's step_kernel and norm.cu's
  * gated_norm. */
 template <bool MANY>
-__device__ __forceinline__ void recur(const struct run &r, const struct shared *sh, const struct recurrence &g,
+__device__ __forceinline__ void recur(const struct run &r, struct shared *sh, const struct recurrence &g,
                                       int task, float *room, bool edge, unsigned target, bool at_end) {
     const ql_gdn_args &a = g.a;
     int s = task / a.n_value_head, j = task - s * a.n_value_head;
@@ -1202,7 +1202,8 @@ __device__ __forceinline__ void recur(const struct run &r, const struct shared *
         st[2][i] = v.z;
         st[3][i] = v.w;
     }
-    float a_log = __ldg(a.a_log + j), dt_bias = __ldg(a.dt_bias + j);
+    bool gates = warp == 4; /* beside the warps that prepare q, k and z */
+    float a_log = gates ? __ldg(a.a_log + j) : 0.0f, dt_bias = gates ? __ldg(a.dt_bias + j) : 0.0f;
     if (edge) {
         wait_edge(r, target);
     }
@@ -1221,7 +1222,8 @@ __device__ __forceinline__ void recur(const struct run &r, const struct shared *
                                      : u + ((warp ? a.n_key_head : 0) + key) * D;
         float4 v4 = active ? load_fresh4(v) : make_float4(0, 0, 0, 0);
         float value[4] = {v4.x, v4.y, v4.z, v4.w}, h[4];
-        float y = load_fresh(a.a + row * a.n_value_head + j), b = load_fresh(a.b + row * a.n_value_head + j);
+        float y = gates ? load_fresh(a.a + row * a.n_value_head + j) : 0.0f,
+              b = gates ? load_fresh(a.b + row * a.n_value_head + j) : 0.0f;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             h[c] = warp < 4 ? load_fresh(x + lane + 32 * c) : 0.0f;
@@ -1239,10 +1241,13 @@ __device__ __forceinline__ void recur(const struct run &r, const struct shared *
                 room[warp * D + lane + 32 * i] = warp == 3 ? h[i] : warp == 2 ? silu(h[i]) : (h[i] * scale) * factor;
             }
         }
-        y += dt_bias;
-        float keep = expf(-expf(a_log) * (y > 20.0f ? y : log1pf(expf(y))));
-        float beta = sigmoid(b), sum[4] = {}, out[4] = {};
+        if (gates) {
+            y += dt_bias;
+            sh->gate[0] = expf(-expf(a_log) * (y > 20.0f ? y : log1pf(expf(y))));
+            sh->gate[1] = sigmoid(b);
+        }
         sync_warps();
+        float keep = sh->gate[0], beta = sh->gate[1], sum[4] = {}, out[4] = {};
         if (active) {
 #pragma unroll
             for (int i = 0; i < 16; i++) {

@@ -15,7 +15,6 @@ enum {
     SLOT_BYTES = SCALES_AT + STAGE_UNITS * UNIT_TILES * TILE_SCALE_BYTES,
     MAX_SLOTS = 8,
     IN_FLIGHT = 3,   /* stages asked for and not there: more only makes every other load wait longer */
-    ACROSS_EDGE = 1, /* of an op whose x is not there yet */
     PLACES = 16,   /* that units are dealt to in turn (see distances in chain.cu) */
     MAX_ROWS = 4,  /* with two parts each they fill the columns of a matrix instruction */
     AHEAD = 8,     /* tasks that have been asked for and not been finished, at most */
@@ -165,6 +164,7 @@ struct shared {
     float xscale[MAX_ROWS * MAX_SLICES];
     float pend[WITH_DELTA][PEND];
     float plain[MAX_ROWS][4];  /* of each warp */
+    float gate[2];             /* of the recurrence: what is kept of the state, beta */
     uint64_t summed[AHEAD];    /* a task's units are in their set */
     int at_op[N_WARP];
     unsigned base, exchanged; /* of the edges, as the run began */
@@ -180,6 +180,10 @@ enum { RING_AT = (sizeof(struct shared) + 127) / 128 * 128 };
 
 /* Tasks that have been asked for and not been finished, where R rows are finished at a time: each has its set of sums. */
 __device__ __host__ constexpr int ahead_of(int rows) { return rows > 2 ? 5 : AHEAD; }
+
+/* Stages asked for and not there of an op whose x is not there yet, which are in the way of what makes it: except of a ring that
+ * is too short to make up for it. */
+__device__ __host__ constexpr int across_edge(int rows) { return rows > 2 ? IN_FLIGHT : 1; }
 
 /* Numbers of a row of a slice that a thread can hold of x, of so many rows. */
 __device__ __host__ constexpr int x_keep(int rows) { return rows > 2 ? 12 : 24; }
