@@ -173,6 +173,16 @@ __device__ __forceinline__ void after_previous(void) {
     wait_previous();
 }
 
+/* What stays in a register instead of being computed again where it is used. */
+__device__ __forceinline__ int kept(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+__device__ __forceinline__ const uint16_t *kept(const uint16_t *p) {
+    asm volatile("" : "+l"(p));
+    return p;
+}
+
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int d = 16; d; d >>= 1) {

@@ -63,7 +63,17 @@ __device__ __forceinline__ void copy_async16_if(bool real, uint32_t shared, cons
 #endif
 }
 
-/* The same, or zeros. */
+/* The same for 4 bytes. */
+__device__ __forceinline__ void copy_async4(void *shared, const void *global) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t s = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(s), "l"(global) : "memory");
+#else
+    *(uint32_t *)shared = *(const uint32_t *)global;
+#endif
+}
+
+/* The same for 16, or zeros. */
 __device__ __forceinline__ void copy_async16_or_zero(void *shared, const void *global, bool real) {
 #if __CUDA_ARCH__ >= 800
     uint32_t s = (uint32_t)__cvta_generic_to_shared(shared);

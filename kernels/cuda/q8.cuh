@@ -80,12 +80,6 @@ __device__ __forceinline__ uint32_t q8_decode4(uint32_t q) {
     return prmt(up, down, 0x3210u | (q >> 1 & 0x4444u));
 }
 
-/* What stays in a register instead of being computed again where it is used. */
-__device__ __forceinline__ int kept(int v) {
-    asm volatile("" : "+r"(v));
-    return v;
-}
-
 /* A table's half in each lane's registers: as a constant, which is the same in all lanes, the compiler would keep it where
  * permutes cannot reach it, and copy it for each. */
 __device__ __forceinline__ uint32_t q8_low(void) {

@@ -81,24 +81,6 @@ template <int FMT, int NT, int COLS> struct sums {
         }
     }
 
-    /* One tile, with the columns of x at the lane's first element, n_col of them. */
-    __device__ __forceinline__ void add(uint4 w, uint32_t s, const uint16_t *x, int k, int n_col, int lane) {
-        uint32_t a[STEPS][4];
-        decode(w, s, a);
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            uint4 b[STEPS / 2] = {};
-            if (n * 8 + (lane >> 2) < n_col) {
-                const uint4 *from = (const uint4 *)(x + (int64_t)(n * 8) * k);
-#pragma unroll
-                for (int j = 0; j < STEPS / 2; j++) {
-                    b[j] = __ldg(from + j);
-                }
-            }
-            multiply(n, a, b);
-        }
-    }
-
     /* The end of a 128-block or of the unit: f and f8 are the block scales of rows g and g + 8. */
     __device__ __forceinline__ void end_block(float f, float f8) {
 #pragma unroll

@@ -67,8 +67,8 @@ static const char *const break_name[N_BREAKAGE] = {"",       "nibbles",  "factor
 static bool has_factor(int32_t f) { return f == QL_FORMAT_FP8_TENSOR || f == QL_FORMAT_NVFP4; }
 static bool is_fp8(int32_t f) { return f >= QL_FORMAT_FP8_CHANNEL && f <= QL_FORMAT_FP8_BLOCK; }
 
-static kc_case *add(kc_list *l, const shape *s, int32_t format, int32_t precision, int32_t t, regime reg,
-                    breakage broken) {
+static kc_case *add_phase(kc_list *l, const shape *s, int32_t format, int32_t precision, int32_t phase, int32_t t,
+                          regime reg, breakage broken) {
     int32_t n = 0, col0 = s->col0, k = s->k, full_k = s->full_k;
     for (int32_t i = 0; i < s->n_range; i++) {
         n += s->row[2 * i + 1] - s->row[2 * i];
@@ -80,7 +80,6 @@ static kc_case *add(kc_list *l, const shape *s, int32_t format, int32_t precisio
     }
     static const ql_dtype scale_dtypes[] = {QL_DTYPE_BF16, QL_DTYPE_F32, QL_DTYPE_F16};
     ql_dtype scale_dtype = format == QL_FORMAT_NVFP4 ? QL_DTYPE_F8_E4M3 : scale_dtypes[(t + format + s->slices) % 3];
-    int32_t phase = t > 4 ? QL_PHASE_PROMPT : QL_PHASE_GEN;
     kc_case *c = kc_add(l, "linear.%s.%s.%s.t%d.%s.%s%s%s", ql_qformat_name((ql_qformat)format),
                         precision_name[precision], phase == QL_PHASE_GEN ? "gen" : "prompt", t, s->name,
                         regime_name[reg], broken ? ".broken-" : "", break_name[broken]);
@@ -98,6 +97,12 @@ static kc_case *add(kc_list *l, const shape *s, int32_t format, int32_t precisio
     c->bytes = (double)weight_bytes + (double)scale_bytes + 4.0 * t * (k + n);
     c->flops = 2.0 * t * n * k;
     return c;
+}
+
+/* Few rows are generated ones. */
+static kc_case *add(kc_list *l, const shape *s, int32_t format, int32_t precision, int32_t t, regime reg,
+                    breakage broken) {
+    return add_phase(l, s, format, precision, t > 4 ? QL_PHASE_PROMPT : QL_PHASE_GEN, t, reg, broken);
 }
 
 /* The projections of the 27B as one lane of several holds them. */
@@ -181,6 +186,24 @@ static void list(kc_list *l) {
     static const shape few_steps = {"n33.k512.s4", 33, 512, 4, 0, 512, 1, {0, 33}};
     for (int32_t f = QL_FORMAT_FP8_CHANNEL; f <= QL_FORMAT_FP8_BLOCK; f++) {
         add(l, &few_steps, f, QL_PREC_FP8, 16, NORMAL, SOUND);
+    }
+    /* Many generated rows: more columns of x than one matrix instruction takes, and more rows than one launch does; odd numbers
+     * of row tiles, weights cut into units of several lengths. */
+    static const shape many_rows[] = {
+        {"n33.k512.s4", 33, 512, 4, 0, 512, 1, {0, 33}},
+        {"n52.k2176", 52, 2176, 1, 0, 2176, 1, {0, 52}},
+        {"n21.k1280", 21, 1280, 1, 0, 1280, 1, {0, 21}},
+    };
+    for (int32_t f = QL_FORMAT_FP8_CHANNEL; f < QL_FORMAT_COUNT; f++) {
+        for (size_t s = 0; s < sizeof many_rows / sizeof *many_rows; s++) {
+            static const int32_t exact[] = {5, 8, 11, 16, 19}, one_column[] = {9, 16};
+            for (size_t t = 0; t < sizeof exact / sizeof *exact; t++) {
+                add_phase(l, &many_rows[s], f, QL_PREC_EXACT, QL_PHASE_GEN, exact[t], NORMAL, SOUND);
+            }
+            for (size_t t = 0; t < sizeof one_column / sizeof *one_column; t++) {
+                add_phase(l, &many_rows[s], f, QL_PREC_BF16, QL_PHASE_GEN, one_column[t], NORMAL, SOUND);
+            }
+        }
     }
     static const shape all_codes = {"n127.k256", 127, 256, 1, 0, 256, 1, {0, 127}};
     for (int32_t f = QL_FORMAT_FP8_CHANNEL; f < QL_FORMAT_COUNT; f++) {
