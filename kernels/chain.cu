@@ -362,14 +362,32 @@ __device__ __forceinline__ float add_parts(const float *p, int parts, int stride
     return v;
 }
 
-/* Products of a normed row in f32, y, with the rows of plain weights that fall to this block: by the last four warps, in the
- * order of linear.cu's rows_kernel. The blocks with the fewest tasks are the last. */
+/* Chunks of 256 columns of a plain row that a warp multiplies, in the order of linear.cu's rows_kernel. */
+struct plain_part {
+    int parts, begin, end; /* parts: warps that share the row */
+};
+__device__ __forceinline__ struct plain_part part_of_plain(int k, int warp) {
+    int chunks = (k + 255) / 256, parts = chunks >= 16 ? 4 : chunks >= 8 ? 2 : 1;
+    return plain_part{parts, chunks * warp / parts, warp < parts ? chunks * (warp + 1) / parts : chunks * warp / parts};
+}
+/* Eight weights of each of five chunks from `first` on; all loads before the first use. */
+__device__ __forceinline__ void load_plain(const uint8_t *w, int first, int end, int k, int lane, uint4 (&raw)[5]) {
+#pragma unroll
+    for (int c = 0; c < 5; c++) {
+        int at = (first + c) * 256 + lane * 8;
+        raw[c] = first + c < end && at < k ? load_stream(w + (int64_t)at * 2) : make_uint4(0, 0, 0, 0);
+    }
+}
+__device__ __forceinline__ float plain_weight(const uint32_t u[4], int e, bool bf16) {
+    uint32_t h = e & 1 ? u[e / 2] >> 16 : u[e / 2] & 0xffff;
+    return bf16 ? f32_of_bf16(h) : f32_of_f16((uint16_t)h);
+}
+
+/* Products of a normed row in f32, y, with the rows of plain weights that fall to this block: by the last four warps. The
+ * blocks with the fewest tasks are the last. */
 __device__ __forceinline__ void plain_rows(const struct product &p, const float *y, int row, struct shared *sh) {
-    int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31, chunks = (p.k + 255) / 256;
-    int parts = chunks >= 16  ? 4
-                : chunks >= 8 ? 2
-                              : 1,
-        c0 = chunks * warp / parts, c1 = warp < parts ? chunks * (warp + 1) / parts : c0;
+    int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31;
+    const auto [parts, c0, c1] = part_of_plain(p.k, warp);
     bool exact = p.mode == X_F16X2;
     for (int j = 0, row0 = 0; j < p.n_plain; row0 += p.plain[j++].n) {
         const struct plain_target &t = p.plain[j];
@@ -381,12 +399,8 @@ __device__ __forceinline__ void plain_rows(const struct product &p, const float 
             const uint8_t *w = t.w + (int64_t)(i - row0) * p.k * 2;
             float acc = 0.0f;
             for (int first = c0; first < c1; first += 5) {
-                uint4 raw[5]; /* all loads before the first use */
-#pragma unroll
-                for (int c = 0; c < 5; c++) {
-                    int at = (first + c) * 256 + lane * 8;
-                    raw[c] = first + c < c1 && at < p.k ? load_stream(w + (int64_t)at * 2) : make_uint4(0, 0, 0, 0);
-                }
+                uint4 raw[5];
+                load_plain(w, first, c1, p.k, lane, raw);
 #pragma unroll
                 for (int c = 0; c < 5; c++) {
                     int at = (first + c) * 256 + lane * 8;
@@ -394,9 +408,7 @@ __device__ __forceinline__ void plain_rows(const struct product &p, const float 
                         const uint32_t u[4] = {raw[c].x, raw[c].y, raw[c].z, raw[c].w};
 #pragma unroll
                         for (int e = 0; e < 8; e++) {
-                            uint32_t h = e & 1 ? u[e / 2] >> 16 : u[e / 2] & 0xffff;
-                            acc = fmaf(bf16 ? f32_of_bf16(h) : f32_of_f16((uint16_t)h),
-                                       exact ? y[at + e] : round_bf16(y[at + e]), acc);
+                            acc = fmaf(plain_weight(u, e, bf16), exact ? y[at + e] : round_bf16(y[at + e]), acc);
                         }
                     }
                 }
@@ -548,11 +560,8 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
 /* As plain_rows, of all rows: they lie in f32 where their parts will be. */
 __device__ __forceinline__ void plain_rows_of_all(const struct run &r, const struct product &p, const uint8_t *x,
                                                   struct shared *sh) {
-    int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31, chunks = (p.k + 255) / 256;
-    int parts = chunks >= 16  ? 4
-                : chunks >= 8 ? 2
-                              : 1,
-        c0 = chunks * warp / parts, c1 = warp < parts ? chunks * (warp + 1) / parts : c0;
+    int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31;
+    const auto [parts, c0, c1] = part_of_plain(p.k, warp);
     for (int j = 0, row0 = 0; j < p.n_plain; row0 += p.plain[j++].n) {
         const struct plain_target &t = p.plain[j];
         bool bf16 = t.format == QL_FORMAT_BF16;
@@ -563,12 +572,8 @@ __device__ __forceinline__ void plain_rows_of_all(const struct run &r, const str
             const uint8_t *w = t.w + (int64_t)(i - row0) * p.k * 2;
             float acc[MAX_ROWS] = {};
             for (int first = c0; first < c1; first += 5) {
-                uint4 raw[5]; /* all loads before the first use */
-#pragma unroll
-                for (int c = 0; c < 5; c++) {
-                    int at = (first + c) * 256 + lane * 8;
-                    raw[c] = first + c < c1 && at < p.k ? load_stream(w + (int64_t)at * 2) : make_uint4(0, 0, 0, 0);
-                }
+                uint4 raw[5];
+                load_plain(w, first, c1, p.k, lane, raw);
 #pragma unroll
                 for (int c = 0; c < 5; c++) {
                     int at = (first + c) * 256 + lane * 8;
@@ -583,8 +588,7 @@ __device__ __forceinline__ void plain_rows_of_all(const struct run &r, const str
                                 const float v[8] = {y0.x, y0.y, y0.z, y0.w, y1.x, y1.y, y1.z, y1.w};
 #pragma unroll
                                 for (int e = 0; e < 8; e++) {
-                                    uint32_t h = e & 1 ? u[e / 2] >> 16 : u[e / 2] & 0xffff;
-                                    acc[row] = fmaf(bf16 ? f32_of_bf16(h) : f32_of_f16((uint16_t)h), v[e], acc[row]);
+                                    acc[row] = fmaf(plain_weight(u, e, bf16), v[e], acc[row]);
                                 }
                             }
                         }
