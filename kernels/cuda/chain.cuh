@@ -10,11 +10,11 @@
 enum {
     N_WARP = 14, /* that compute; with those that fetch and finish 16, of 128 registers a thread */
     N_THREAD = 32 * N_WARP,
-    STAGE_UNITS = 4, /* that are fetched together, into a slot */
+    STAGE_UNITS = 4,                                   /* that are fetched together, into a slot */
     SCALES_AT = STAGE_UNITS * UNIT_TILES * TILE_BYTES, /* in a slot, of NVFP4 */
     SLOT_BYTES = SCALES_AT + STAGE_UNITS * UNIT_TILES * TILE_SCALE_BYTES,
     MAX_SLOTS = 8,
-    IN_FLIGHT = 3,   /* stages asked for and not there: more only makes every other load wait longer */
+    IN_FLIGHT = 3, /* stages asked for and not there: more only makes every other load wait longer */
     PLACES = 16,   /* that units are dealt to in turn (see distances in chain.cu) */
     MAX_ROWS = 4,  /* with two parts each they fill the columns of a matrix instruction */
     AHEAD = 8,     /* tasks that have been asked for and not been finished, at most */
@@ -60,8 +60,8 @@ struct product {
     int format, epilogue; /* epilogue of target 0; CONV or GATED */
     enum x_mode mode;
     int k, ks, n_slice, parts;
-    struct cut cut;       /* of a slice */
-    int units, stages;    /* of a piece */
+    struct cut cut;    /* of a slice */
+    int units, stages; /* of a piece */
     int n_task, log_parts;
     int tasks, task0, stage0; /* of a block, known to itself: its tasks, and its tasks and stages before those */
     int by_slice, by_task;    /* 2^16 / per_slice, and / the units of a task, rounded up */
@@ -138,10 +138,10 @@ struct edges {
 static_assert(sizeof(struct edges) == EDGE_WORDS * sizeof(unsigned), "as device.cu allocates them");
 
 struct run {
-    int n_op, n_row, n_seg, n_slot, by_slot, /* by_slot: 2^16 / n_slot, rounded up */
-        set_floats, set_rows, extra_bytes;              /* set_rows: n_row, or the next power of two */
-    int x_at, extras_at, sets_at, room_bytes; /* of shared memory */
-    const int32_t *seg_row, *seg_pos, *seg_slot;        /* as ql_batch's */
+    int n_op, n_row, n_seg, n_slot, by_slot,     /* by_slot: 2^16 / n_slot, rounded up */
+        set_floats, set_rows, extra_bytes;       /* set_rows: n_row, or the next power of two */
+    int x_at, extras_at, sets_at, room_bytes;    /* of shared memory */
+    const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
     struct edges *edges;
     struct lanes lanes;
     const uint8_t *soon; /* what the next run begins with */
@@ -163,9 +163,9 @@ struct shared {
     float part[MAX_ROWS][32], most[MAX_ROWS][N_WARP];
     float xscale[MAX_ROWS * MAX_SLICES];
     float pend[WITH_DELTA][PEND];
-    float plain[MAX_ROWS][4];  /* of each warp */
-    float gate[2];             /* of the recurrence: what is kept of the state, beta */
-    uint64_t summed[AHEAD];    /* a task's units are in their set */
+    float plain[MAX_ROWS][4]; /* of each warp */
+    float gate[2];            /* of the recurrence: what is kept of the state, beta */
+    uint64_t summed[AHEAD];   /* a task's units are in their set */
     int at_op[N_WARP];
     unsigned base, exchanged; /* of the edges, as the run began */
     int come;                 /* stages that are known to have come, from the run's first on */

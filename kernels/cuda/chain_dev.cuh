@@ -1,0 +1,125 @@
+/* What the parts of the chain kernel (chain.cu) share: copies and loads, barriers of its warps, edges between ops. */
+#ifndef QL_KERNELS_CUDA_CHAIN_DEV_CUH
+#define QL_KERNELS_CUDA_CHAIN_DEV_CUH
+
+#include "kernels/cuda/bulk.cuh"
+#include "kernels/cuda/chain_exchange.cuh"
+
+#if HAVE_WGMMA
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, int n) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n) : "memory");
+}
+/* Weights are read once a step: what else the second-level cache holds is to outlive them. */
+__device__ __forceinline__ uint64_t read_once(void) {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void bulk_copy_as(uint64_t policy, uint32_t to, const void *from, uint32_t n,
+                                             uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                 "[%3], %4;" ::"r"(to),
+                 "l"(from), "r"(n), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+__device__ __forceinline__ void prefetch(const void *from, uint32_t n) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(n) : "memory");
+}
+
+/* What other blocks wrote during the run: from the second-level cache, and never before the edge that the code is behind. */
+__device__ __forceinline__ float load_fresh(const float *p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ float4 load_fresh4(const float *p) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+    return v;
+}
+
+/* The same BYTES further, or zeros. */
+template <int BYTES> __device__ __forceinline__ float4 load_fresh4_if(bool there, const float *p) {
+    float4 v;
+    asm volatile("{.reg .pred there;\n"
+                 "setp.ne.s32 there, %6, 0;\n"
+                 "mov.f32 %0, 0f00000000;\n"
+                 "mov.f32 %1, 0f00000000;\n"
+                 "mov.f32 %2, 0f00000000;\n"
+                 "mov.f32 %3, 0f00000000;\n"
+                 "@there ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4+%5];}"
+                 : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+                 : "l"(p), "n"(BYTES), "r"((int)there));
+    return v;
+}
+
+/* Loads that stay where they are written. */
+__device__ __forceinline__ uint4 load_shared4(uint32_t p) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+    return v;
+}
+__device__ __forceinline__ uint32_t load_shared_u16(uint32_t p) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p));
+    return v;
+}
+__device__ __forceinline__ float4 load_shared_f4(uint32_t p) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(p));
+    return v;
+}
+__device__ __forceinline__ void copy_16(uint32_t to, const float *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+/* Of the computing warps. */
+__device__ __forceinline__ void sync_warps(void) { asm volatile("bar.sync 1, 448;" ::: "memory"); }
+__device__ __forceinline__ void sync_four(void) { asm volatile("bar.sync 2, 128;" ::: "memory"); }
+
+/* ---- edges ------------------------------------------------------------------------------------------------------- */
+
+/* A warp that knows of it: this block's part of an op is written. */
+__device__ __forceinline__ void arrive(const struct run &r, const struct chain_op &op, bool at_end, unsigned last) {
+    int lane = threadIdx.x & 31;
+    if (exchange_of(op) >= 0) { /* never the last op: somebody has to add */
+        if (lane < r.lanes.n_lane) {
+            arrive_at_lane(r, lane);
+        }
+    } else if (lane == 0 && !at_end) {
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->count) : "memory");
+    } else if (lane == 0) {
+        __threadfence();
+        if (atomicAdd(&r.edges->count, 1) + 1 == last) {
+            r.edges->base = last;
+            r.edges->exchanged += r.lanes.n_exchange;
+        }
+    }
+}
+
+/* All blocks' parts up to `target` arrivals are. */
+__device__ __forceinline__ void wait_edge(const struct run &r, unsigned target) {
+    if (threadIdx.x == 0) {
+        unsigned now;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(&r.edges->count) : "memory");
+        } while ((int)(now - target) < 0);
+    }
+    sync_warps();
+}
+
+/* The other lanes' blocks too, where op i needs them. Before wait_edge. */
+__device__ __forceinline__ void wait_lanes(const struct run &r, const struct shared *sh, int i) {
+    if (r.lanes.n_exchange > 0 && threadIdx.x - 32 < (unsigned)r.lanes.n_lane) {
+        int exchange = exchange_of(sh->op[i - 1]);
+        if (exchange >= 0) {
+            wait_lane(r, sh, threadIdx.x - 32, exchange);
+        }
+    }
+}
+
+/* The columns of the residual that a block writes begin here. */
+__device__ __forceinline__ int share_begin(int k, int block) { return (int)((unsigned)k * block / gridDim.x); }
+#endif
+
+#endif

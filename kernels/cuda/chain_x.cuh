@@ -1,0 +1,566 @@
+/* How a block of the chain kernel (chain.cu) prepares x of a product for itself, into shared memory: the norm of a row or of many, with
+ * what is to be added to it before, or slices as they are; and the products of normed rows with rows of plain weights.
+ */
+#ifndef QL_KERNELS_CUDA_CHAIN_X_CUH
+#define QL_KERNELS_CUDA_CHAIN_X_CUH
+
+#include "kernels/cuda/chain_dev.cuh"
+
+#if HAVE_WGMMA
+/* How x is prepared: known at compile time where it has two columns. */
+template <int COLS> __device__ __forceinline__ enum x_mode mode_of(const struct product &p) {
+    return COLS == 2 ? X_F16X2 : p.mode;
+}
+
+/* The larger of `most` and four |v|, NaN left out: as larger_x unless one is infinite. */
+__device__ __forceinline__ float largest4(float most, float4 v) {
+    return fmaxf(fmaxf(most, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+__device__ __forceinline__ float larger_x4(float most, float4 v, enum x_mode mode) {
+    return larger_x(larger_x(larger_x(larger_x(most, v.x, mode), v.y, mode), v.z, mode), v.w, mode);
+}
+
+/* Four neighbours of a row, as f16: COLS 2 is X_F16X2. The second part of what is infinite in the first would have to be 0
+ * (zero_beside_infinity). */
+template <int COLS>
+__device__ __forceinline__ void x_parts(float4 in, float up, enum x_mode mode, uint2 *hi, uint2 *lo) {
+    float v[4] = {in.x, in.y, in.z, in.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (COLS == 1 && mode == X_E4M3_AS_F16) {
+            v[i] = f32_of_e4m3(e4m3_of_f32(v[i] / up));
+        } else {
+            v[i] = (COLS == 1 ? round_bf16(v[i]) : v[i]) * up;
+        }
+    }
+    uint2 h = make_uint2(pack_f16x2(v[0], v[1]), pack_f16x2(v[2], v[3]));
+    *hi = h;
+    if (COLS == 2) {
+        float2 h01 = __half22float2(*(__half2 *)&h.x), h23 = __half22float2(*(__half2 *)&h.y);
+        *lo = make_uint2(pack_f16x2((v[0] - h01.x) * 2048.0f, (v[1] - h01.y) * 2048.0f),
+                         pack_f16x2((v[2] - h23.x) * 2048.0f, (v[3] - h23.y) * 2048.0f));
+    }
+}
+template <int COLS> __device__ __forceinline__ void put_x(uint16_t *to, float4 in, float up, enum x_mode mode) {
+    uint2 hi, lo;
+    x_parts<COLS>(in, up, mode, &hi, &lo);
+    *(uint2 *)to = hi;
+    if (COLS == 2) {
+        *(uint2 *)(to + SECOND_PART) = lo;
+    }
+}
+
+/* Seldom: a row of x holds infinities. All computing warps, behind a barrier. */
+template <int COLS> __device__ __noinline__ void zero_beside_infinity(uint16_t *x, int k) {
+    for (int i = threadIdx.x; i < k && COLS == 2; i += N_THREAD) {
+        uint16_t *at = x + 16 * (i >> 3) + (i & 7);
+        if ((*at & 0x7c00) == 0x7c00) {
+            at[SECOND_PART] = 0;
+        }
+    }
+    sync_warps();
+}
+
+__device__ __forceinline__ float4 add4(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+/* The subtree of parts at p. */
+__device__ __forceinline__ float add_parts(const float *p, int parts, int stride) {
+    float v = load_fresh(p);
+    if (parts >= 2) {
+        v += load_fresh(p + stride);
+    }
+    if (parts >= 4) {
+        v += load_fresh(p + 2 * stride) + load_fresh(p + 3 * stride);
+    }
+    if (parts == 8) {
+        v += (load_fresh(p + 4 * stride) + load_fresh(p + 5 * stride)) +
+             (load_fresh(p + 6 * stride) + load_fresh(p + 7 * stride));
+    }
+    return v;
+}
+
+/* Chunks of 256 columns of a plain row that a warp multiplies, in the order of linear.cu's rows_kernel. */
+struct plain_part {
+    int parts, begin, end; /* parts: warps that share the row */
+};
+__device__ __forceinline__ struct plain_part part_of_plain(int k, int warp) {
+    int chunks = (k + 255) / 256, parts = chunks >= 16 ? 4 : chunks >= 8 ? 2 : 1;
+    return plain_part{parts, chunks * warp / parts, warp < parts ? chunks * (warp + 1) / parts : chunks * warp / parts};
+}
+/* Eight weights of each of five chunks from `first` on; all loads before the first use. */
+__device__ __forceinline__ void load_plain(const uint8_t *w, int first, int end, int k, int lane, uint4 (&raw)[5]) {
+#pragma unroll
+    for (int c = 0; c < 5; c++) {
+        int at = (first + c) * 256 + lane * 8;
+        raw[c] = first + c < end && at < k ? load_stream(w + (int64_t)at * 2) : make_uint4(0, 0, 0, 0);
+    }
+}
+__device__ __forceinline__ float plain_weight(const uint32_t u[4], int e, bool bf16) {
+    uint32_t h = e & 1 ? u[e / 2] >> 16 : u[e / 2] & 0xffff;
+    return bf16 ? f32_of_bf16(h) : f32_of_f16((uint16_t)h);
+}
+
+/* Products of a normed row in f32, y, with the rows of plain weights that fall to this block: by the last four warps. The
+ * blocks with the fewest tasks are the last. */
+__device__ __forceinline__ void plain_rows(const struct product &p, const float *y, int row, struct shared *sh) {
+    int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31;
+    const auto [parts, c0, c1] = part_of_plain(p.k, warp);
+    bool exact = p.mode == X_F16X2;
+    for (int j = 0, row0 = 0; j < p.n_plain; row0 += p.plain[j++].n) {
+        const struct plain_target &t = p.plain[j];
+        bool bf16 = t.format == QL_FORMAT_BF16;
+        for (int i = gridDim.x - 1 - blockIdx.x; i < row0 + t.n; i += gridDim.x) {
+            if (i < row0) {
+                continue;
+            }
+            const uint8_t *w = t.w + (int64_t)(i - row0) * p.k * 2;
+            float acc = 0.0f;
+            for (int first = c0; first < c1; first += 5) {
+                uint4 raw[5];
+                load_plain(w, first, c1, p.k, lane, raw);
+#pragma unroll
+                for (int c = 0; c < 5; c++) {
+                    int at = (first + c) * 256 + lane * 8;
+                    if (first + c < c1 && at < p.k) {
+                        const uint32_t u[4] = {raw[c].x, raw[c].y, raw[c].z, raw[c].w};
+#pragma unroll
+                        for (int e = 0; e < 8; e++) {
+                            acc = fmaf(plain_weight(u, e, bf16), exact ? y[at + e] : round_bf16(y[at + e]), acc);
+                        }
+                    }
+                }
+            }
+            acc = warp_sum(acc);
+            if (lane == 0) {
+                sh->plain[0][warp] = acc;
+            }
+            sync_four();
+            if (warp == 0 && lane == 0) {
+                float v = sh->plain[0][0];
+                for (int q = 1; q < parts; q++) {
+                    v += sh->plain[0][q];
+                }
+                t.y[row * t.ldy + i - row0] = v;
+            }
+            sync_four();
+        }
+    }
+}
+
+/* Residual addition and norm of a row, its columns to xs, for plain weights in f32 to y; the sums are those of norm.cu. This
+ * block's share of x + delta waits in `pend` until all blocks have read x. `wait` returns when x and delta are there: all that
+ * can be known before is. */
+template <int COLS, typename F>
+__device__ __forceinline__ void norm_x(const struct product &p, int row, const float4 w[NORM_KEEP], uint16_t *xs,
+                                       float *y, struct shared *sh, F wait) {
+    /* Eight warps, a lane the work of four neighbouring threads of the norm kernel: columns 4 t .. 4 t + 3 of each 1,024. */
+    constexpr int WARPS = NORM_THREADS / 128;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, parts = p.delta_parts;
+    int k = warp < WARPS ? p.k : 0, at = 4 * threadIdx.x;
+    bool plain = p.n_plain > 0;
+    const float *x = p.x + row * p.ldx, *delta = p.delta + row * p.k;
+    const float4 none = make_float4(0, 0, 0, 0);
+    const float *x_at = x + at, *delta_at = delta + at, *second_at = delta_at + p.delta_stride;
+    int lo = share_begin(p.k, blockIdx.x), share = share_begin(p.k, blockIdx.x + 1) - lo;
+    asm volatile("" : "+l"(x_at), "+l"(delta_at), "+l"(second_at), "+r"(lo), "+r"(share), "+r"(k), "+r"(parts));
+    wait();
+    float4 v[NORM_KEEP];
+    if (warp < WARPS) {
+        float4 d[2][NORM_KEEP]; /* all loads before the first use */
+#pragma unroll
+        for (int j = 0; j < NORM_KEEP; j++) {
+            int i = j * NORM_THREADS;
+            bool there = i + at < k;
+            v[j] = there ? load_fresh4(x_at + i) : none;
+            d[0][j] = there && parts >= 1 ? load_fresh4(delta_at + i) : none;
+            d[1][j] = there && parts >= 2 ? load_fresh4(second_at + i) : none;
+        }
+        float sum[4] = {};
+        if (parts >= 2) {
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                d[0][j] = add4(d[0][j], d[1][j]);
+            }
+        }
+        if (parts == 4) {
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                int i = j * NORM_THREADS + at;
+                if (i < k) {
+                    d[0][j] = add4(d[0][j], add4(load_fresh4(delta + 2 * p.delta_stride + i),
+                                                 load_fresh4(delta + 3 * p.delta_stride + i)));
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < NORM_KEEP; j++) {
+            if (parts > 0) {
+                v[j] = add4(v[j], d[0][j]);
+            }
+            sum[0] = fmaf(v[j].x, v[j].x, sum[0]);
+            sum[1] = fmaf(v[j].y, v[j].y, sum[1]);
+            sum[2] = fmaf(v[j].z, v[j].z, sum[2]);
+            sum[3] = fmaf(v[j].w, v[j].w, sum[3]);
+        }
+        /* A warp of the norm kernel is eight lanes here; it adds lanes 16, 8, 4, 2, 1 apart. */
+#pragma unroll
+        for (int distance = 4; distance; distance >>= 1) {
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
+            }
+        }
+        if ((lane & 7) == 0) {
+            sh->part[0][warp * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
+        }
+    } else if (parts > 0) {
+        for (int i = threadIdx.x - 32 * WARPS; i < share; i += N_THREAD - 32 * WARPS) {
+            sh->pend[row][i] = load_fresh(x + lo + i) + add_parts(delta + lo + i, parts, p.delta_stride);
+        }
+    }
+    sync_warps();
+    float scale = 1.0f / sqrtf(warp_sum(sh->part[0][lane]) / (float)p.k + p.eps), most = 0.0f, back;
+    if (warp < WARPS) {
+#pragma unroll
+        for (int j = 0; j < NORM_KEEP; j++) {
+            v[j] = make_float4((v[j].x * scale) * (1.0f + w[j].x), (v[j].y * scale) * (1.0f + w[j].y),
+                               (v[j].z * scale) * (1.0f + w[j].z), (v[j].w * scale) * (1.0f + w[j].w));
+            most = largest4(most, v[j]);
+            int i = j * NORM_THREADS + at;
+            if (plain && i < k) {
+                *(float4 *)(y + i) = v[j];
+            }
+        }
+        most = warp_max(most);
+    }
+    if (lane == 0) {
+        sh->most[0][warp] = most;
+    }
+    sync_warps();
+    most = warp_max(lane < N_WARP ? sh->most[0][lane] : 0.0f);
+    bool infinite = COLS == 2 && most > 0x1.fffffep127f;
+    if (infinite || (COLS == 1 && p.mode != X_E4M3_AS_F16 && most > 0x1.fffffep127f)) {
+        most = 0.0f;
+        if (warp < WARPS) {
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                most = larger_x4(most, v[j], mode_of<COLS>(p));
+            }
+            most = warp_max(most);
+        }
+        sync_warps();
+        if (lane == 0) {
+            sh->most[0][warp] = most;
+        }
+        sync_warps();
+        most = warp_max(lane < N_WARP ? sh->most[0][lane] : 0.0f);
+    }
+    float up = x_factor(most, mode_of<COLS>(p), &back);
+    if (threadIdx.x == 0) {
+        sh->xscale[row] = back * WEIGHT_UNIT;
+    }
+    if (warp < WARPS) {
+#pragma unroll
+        for (int j = 0; j < NORM_KEEP; j++) {
+            int i = j * NORM_THREADS + at;
+            if (i < k) {
+                put_x<COLS>(xs + x_place<COLS>(i, p.format), v[j], up, p.mode);
+            }
+        }
+    }
+    sync_warps(); /* the row is there, part and most have been read */
+    if (infinite) {
+        zero_beside_infinity<COLS>(xs, p.k);
+    }
+}
+
+/* As plain_rows, of all rows: they lie in f32 where their parts will be. */
+__device__ __forceinline__ void plain_rows_of_all(const struct run &r, const struct product &p, const uint8_t *x,
+                                                  struct shared *sh) {
+    int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31;
+    const auto [parts, c0, c1] = part_of_plain(p.k, warp);
+    for (int j = 0, row0 = 0; j < p.n_plain; row0 += p.plain[j++].n) {
+        const struct plain_target &t = p.plain[j];
+        bool bf16 = t.format == QL_FORMAT_BF16;
+        for (int i = gridDim.x - 1 - blockIdx.x; i < row0 + t.n; i += gridDim.x) {
+            if (i < row0) {
+                continue;
+            }
+            const uint8_t *w = t.w + (int64_t)(i - row0) * p.k * 2;
+            float acc[MAX_ROWS] = {};
+            for (int first = c0; first < c1; first += 5) {
+                uint4 raw[5];
+                load_plain(w, first, c1, p.k, lane, raw);
+#pragma unroll
+                for (int c = 0; c < 5; c++) {
+                    int at = (first + c) * 256 + lane * 8;
+                    if (first + c < c1 && at < p.k) {
+                        const uint32_t u[4] = {raw[c].x, raw[c].y, raw[c].z, raw[c].w};
+                        const uint8_t *y = x + 2 * x_place<2>(at, p.format);
+#pragma unroll
+                        for (int row = 0; row < MAX_ROWS; row++) {
+                            if (row < r.n_row) {
+                                const float4 y0 = *(const float4 *)(y + row * 4 * p.k),
+                                             y1 = *(const float4 *)(y + row * 4 * p.k + 16);
+                                const float v[8] = {y0.x, y0.y, y0.z, y0.w, y1.x, y1.y, y1.z, y1.w};
+#pragma unroll
+                                for (int e = 0; e < 8; e++) {
+                                    acc[row] = fmaf(plain_weight(u, e, bf16), v[e], acc[row]);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int row = 0; row < MAX_ROWS; row++) {
+                float sum = warp_sum(acc[row]);
+                if (lane == 0) {
+                    sh->plain[row][warp] = sum;
+                }
+            }
+            sync_four();
+            if (warp == 0 && lane < r.n_row) {
+                float v = sh->plain[lane][0];
+                for (int q = 1; q < parts; q++) {
+                    v += sh->plain[lane][q];
+                }
+                t.y[lane * t.ldy + i - row0] = v;
+            }
+            sync_four();
+        }
+    }
+}
+
+/* As norm_x, for more rows than two, which have nothing to add: all rows at once, so that memory and barriers are waited for
+ * once. What a warp of norm_x has of a row, a column, is here one of at most three that a warp holds: the first eight warps
+ * have their own column of all rows but the last, of which four more have two columns each. Two parts a row. */
+template <typename F>
+__device__ __forceinline__ void norm_rows(const struct run &r, const struct product &p, uint16_t *xs, struct shared *sh,
+                                          F wait) {
+    constexpr int COLUMNS = NORM_THREADS / 128, EACH = MAX_ROWS - 1;
+    static_assert(COLUMNS + COLUMNS / 2 <= N_WARP && EACH >= 3,
+                  "warps for the last row, and registers for its weights");
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, k = p.k, last = r.n_row - 1;
+    bool of_last = warp >= COLUMNS;
+    int column0 = of_last ? 2 * (warp - COLUMNS) : warp,
+        n = of_last ? (column0 < COLUMNS ? 2 : 0) : last; /* columns that this warp has */
+    auto row_of = [&](int i) { return of_last ? last : i; };
+    auto column_of = [&](int i) { return of_last ? column0 + i : column0; };
+    auto at_of = [&](int i, int j) { return 128 * column_of(i) + 4 * lane + j * NORM_THREADS; };
+    float4 v[EACH][NORM_KEEP], w[NORM_KEEP];
+    static_assert(NORM_KEEP == 5, "as the next lines have it");
+    auto load = [&](float4 to[NORM_KEEP], const float *from, int i) {
+        int at = at_of(i, 0), left = i < n ? k - at : 0;
+        from += at;
+        asm volatile("" : "+l"(from), "+r"(left));
+        to[0] = load_fresh4_if<0>(left > 0, from);
+        to[1] = load_fresh4_if<4 * NORM_THREADS>(left > NORM_THREADS, from);
+        to[2] = load_fresh4_if<8 * NORM_THREADS>(left > 2 * NORM_THREADS, from);
+        to[3] = load_fresh4_if<12 * NORM_THREADS>(left > 3 * NORM_THREADS, from);
+        to[4] = load_fresh4_if<16 * NORM_THREADS>(left > 4 * NORM_THREADS, from);
+    };
+    load(w, p.norm, 0); /* on its way during the wait */
+    wait();
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        load(v[i], p.x + row_of(i) * p.ldx, i);
+    }
+    if (of_last) { /* the second column's weights, where a third column would be */
+        load(v[2], p.norm, 1);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (i < n) {
+            float sum[4] = {};
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                sum[0] = fmaf(v[i][j].x, v[i][j].x, sum[0]);
+                sum[1] = fmaf(v[i][j].y, v[i][j].y, sum[1]);
+                sum[2] = fmaf(v[i][j].z, v[i][j].z, sum[2]);
+                sum[3] = fmaf(v[i][j].w, v[i][j].w, sum[3]);
+            }
+#pragma unroll
+            for (int distance = 4; distance; distance >>= 1) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
+                }
+            }
+            if ((lane & 7) == 0) {
+                sh->part[row_of(i)][column_of(i) * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
+            }
+        }
+    }
+    sync_warps();
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (i < n) {
+            float scale = 1.0f / sqrtf(warp_sum(sh->part[row_of(i)][lane]) / (float)k + p.eps), most = 0.0f;
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                float4 f = i == 1 && of_last ? v[2][j] : w[j];
+                v[i][j] = make_float4((v[i][j].x * scale) * (1.0f + f.x), (v[i][j].y * scale) * (1.0f + f.y),
+                                      (v[i][j].z * scale) * (1.0f + f.z), (v[i][j].w * scale) * (1.0f + f.w));
+                most = largest4(most, v[i][j]);
+            }
+            most = warp_max(most);
+            if (lane == 0) {
+                sh->most[row_of(i)][column_of(i)] = most;
+            }
+        }
+    }
+    int rows_plain = 0;
+    for (int j = 0; j < p.n_plain; j++) {
+        rows_plain += p.plain[j].n;
+    }
+    if ((int)(gridDim.x - 1 - blockIdx.x) < rows_plain) { /* this block has rows of plain weights: they want f32 */
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                int at = at_of(i, j);
+                if (i < n && at < k) {
+                    *(float4 *)(xs + row_of(i) * 2 * k + x_place<2>(at & ~7, p.format) + 2 * (at & 4)) = v[i][j];
+                }
+            }
+        }
+        sync_warps();
+        if (threadIdx.x >= N_THREAD - 128) {
+            plain_rows_of_all(r, p, (const uint8_t *)xs, sh);
+        }
+    }
+    sync_warps();
+    float all = 0.0f;
+    for (int row = 0; row < r.n_row; row++) {
+        all = fmaxf(all, lane < COLUMNS ? sh->most[row][lane] : 0.0f);
+    }
+    bool infinite = warp_max(all) > 0x1.fffffep127f;
+    if (infinite) {
+        sync_warps();
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (i < n) {
+                float most = 0.0f;
+#pragma unroll
+                for (int j = 0; j < NORM_KEEP; j++) {
+                    most = larger_x4(most, v[i][j], X_F16X2);
+                }
+                most = warp_max(most);
+                if (lane == 0) {
+                    sh->most[row_of(i)][column_of(i)] = most;
+                }
+            }
+        }
+        sync_warps();
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (i < n) {
+            float most = warp_max(lane < COLUMNS ? sh->most[row_of(i)][lane] : 0.0f), back;
+            float up = x_factor(most, X_F16X2, &back);
+            if (column_of(i) == 0 && lane == 0) {
+                sh->xscale[row_of(i)] = back * WEIGHT_UNIT;
+            }
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                if (at_of(i, j) < k) {
+                    put_x<2>(xs + row_of(i) * 2 * k + x_place<2>(at_of(i, j), p.format), v[i][j], up, X_F16X2);
+                }
+            }
+        }
+    }
+    sync_warps(); /* the rows are there */
+    for (int row = 0; row < r.n_row && infinite; row++) {
+        zero_beside_infinity<2>(xs + row * 2 * k, k);
+    }
+}
+
+/* The block's part of the rows at p.x, ROWS of them at a time, once `wait` has returned. */
+template <int COLS, int ROWS, typename F>
+__device__ __forceinline__ void slices_x(const struct run &r, const struct product &p, uint16_t *xs, struct shared *sh,
+                                         F wait) {
+    constexpr int KEEP = x_keep(ROWS) / 4;
+    int slices = p.n_slice >> p.log_parts, per = warps_of_slice(slices), each = 32 * per;
+    int k = slices * p.ks, stride = x_stride<COLS>(k, p.format), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int slice = warp / per, t = threadIdx.x - slice * each, at = slice * p.ks;
+    int n = slice < slices ? p.ks : 0; /* of this thread's slice */
+    const float *x = p.x + (blockIdx.x & (p.parts - 1)) * k + at + 4 * t;
+    asm volatile("" : "+l"(x), "+r"(each), "+r"(n), "+r"(t));
+    wait();
+    float4 v[ROWS][KEEP];
+    float most[ROWS], all = 0.0f;
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+#pragma unroll
+        for (int j = 0; j < KEEP; j++) {
+            int i = 4 * (j * each + t);
+            v[row][j] = row < r.n_row && i < n ? load_fresh4(x + row * p.ldx + 4 * j * each) : make_float4(0, 0, 0, 0);
+        }
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        most[row] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < KEEP; j++) {
+            most[row] = largest4(most[row], v[row][j]);
+        }
+        most[row] = warp_max(most[row]);
+        if (lane == 0) {
+            sh->most[row][warp] = most[row];
+        }
+    }
+    sync_warps();
+    auto of_slice = [&](int row) {
+        return warp_max(lane < per && slice < slices ? sh->most[row][slice * per + lane] : 0.0f);
+    };
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        most[row] = of_slice(row);
+        all = fmaxf(all, lane < N_WARP ? sh->most[row][lane] : 0.0f);
+    }
+    bool infinite = warp_max(all) > 0x1.fffffep127f;
+    if (infinite) {
+        sync_warps();
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            most[row] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < KEEP; j++) {
+                most[row] = larger_x4(most[row], v[row][j], mode_of<COLS>(p));
+            }
+            most[row] = warp_max(most[row]);
+            if (lane == 0) {
+                sh->most[row][warp] = most[row];
+            }
+        }
+        sync_warps();
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            most[row] = of_slice(row);
+        }
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        float back, up = x_factor(most[row], mode_of<COLS>(p), &back);
+        if (t == 0 && n > 0 && row < r.n_row) {
+            sh->xscale[row * slices + slice] = back * WEIGHT_UNIT;
+        }
+#pragma unroll
+        for (int j = 0; j < KEEP; j++) {
+            int i = 4 * (j * each + t);
+            if (i < n && row < r.n_row) {
+                put_x<COLS>(xs + row * stride + x_place<COLS>(at + i, p.format), v[row][j], up, p.mode);
+            }
+        }
+    }
+    sync_warps();
+    for (int row = 0; row < r.n_row && infinite; row++) {
+        zero_beside_infinity<COLS>(xs + row * stride, k);
+    }
+}
+#endif
+
+#endif
