@@ -308,24 +308,6 @@ enum {
     RING_PAD = 128 /* zeros behind the scales of x: lanes behind the end of x read there, and as codes what they find */
 };
 
-__device__ __forceinline__ uint32_t shared_word(uint32_t at) {
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(at));
-    return v;
-}
-
-__device__ __forceinline__ int4 shared_int4(uint32_t at) {
-    int4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
-
-__device__ __forceinline__ uint32_t shared_byte(uint32_t at) {
-    uint32_t v;
-    asm volatile("ld.shared.u8 %0,[%1];" : "=r"(v) : "r"(at));
-    return v;
-}
-
 /* Sums over a warp of four numbers a lane, each as warp_sum has it; lanes 8 i .. 8 i + 7 get the i-th. */
 __device__ __forceinline__ float warp_sum4(const float v[4], int lane) {
     bool up = lane & 16, odd = lane & 8;
@@ -446,13 +428,14 @@ __global__ void __launch_bounds__(32 * RING_WARPS, 1)
 #pragma unroll
             for (int h = 0; h < RING_CHUNKS; h++) {
                 if (h == 0 || done + 32 * h < all) {
-                    int4 x = shared_int4(x_at + h * 512);
-                    float scale = __uint_as_float(shared_word(d_at + h * 64)), part[RING_ROWS];
+                    uint4 codes = load_shared4(x_at + h * 512);
+                    int4 x = make_int4((int)codes.x, (int)codes.y, (int)codes.z, (int)codes.w);
+                    float scale = __uint_as_float(load_shared_u32(d_at + h * 64)), part[RING_ROWS];
 #pragma unroll
                     for (int i = 0; i < RING_ROWS; i++) {
                         int in = i * RING_PLACE + h * DP4A_CHUNK_BYTES;
-                        part[i] = q8_dot16f(low, shared_word(q + in), shared_word(q + in + 4), x) *
-                                  q8_scale(shared_byte(s + in));
+                        part[i] = q8_dot16f(low, load_shared_u32(q + in), load_shared_u32(q + in + 4), x) *
+                                  q8_scale(load_shared_u8(s + in));
                     }
                     if (left > 32) {
 #pragma unroll

@@ -84,18 +84,6 @@ struct wide_places {
     int x_to, w_to, s_to, o_to, d_to, x_of[2], w_of[2], s_of, o_of, d_of;
 };
 
-__device__ __forceinline__ float4 shared_float4(int at) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at));
-    return v;
-}
-
-__device__ __forceinline__ float2 shared_float2(int at) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
-    return v;
-}
-
 __device__ __forceinline__ void to_shared4(int at, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -155,8 +143,8 @@ struct wide_operands {
 
 __device__ __forceinline__ void load_scale(struct wide_operands &o, int stage, int half, int n,
                                            const struct wide_places &at) {
-    o.scale = shared_float4(stage + at.s_of + (half * WIDE_W / 2 + n * 4) * 16);
-    o.offset = shared_float2(stage + at.o_of + (half * WIDE_W / 2 + n * 4) * 8);
+    o.scale = load_shared_f4(stage + at.s_of + (half * WIDE_W / 2 + n * 4) * 16);
+    o.offset = load_shared_f2(stage + at.o_of + (half * WIDE_W / 2 + n * 4) * 8);
 }
 
 __device__ __forceinline__ void load_a(struct wide_operands &o, int stage, int half, int m,
@@ -171,7 +159,7 @@ __device__ __forceinline__ void load_b(struct wide_operands &o, int stage, int h
 
 __device__ __forceinline__ void load_d(struct wide_operands &o, int stage, int half, int i,
                                        const struct wide_places &at) {
-    o.d[i] = shared_float4(stage + at.d_of + half * WIDE_X * 4 + i * 128);
+    o.d[i] = load_shared_f4(stage + at.d_of + half * WIDE_X * 4 + i * 128);
 }
 
 __device__ __forceinline__ void load_operands(struct wide_operands &o, int stage, const struct wide_places &at) {

@@ -53,22 +53,6 @@ template <int BYTES> __device__ __forceinline__ float4 load_fresh4_if(bool there
     return v;
 }
 
-/* Loads that stay where they are written. */
-__device__ __forceinline__ uint4 load_shared4(uint32_t p) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
-    return v;
-}
-__device__ __forceinline__ uint32_t load_shared_u16(uint32_t p) {
-    uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p));
-    return v;
-}
-__device__ __forceinline__ float4 load_shared_f4(uint32_t p) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(p));
-    return v;
-}
 __device__ __forceinline__ void copy_16(uint32_t to, const float *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
