@@ -15,6 +15,7 @@ struct builder {
     const float *parts;    /* where they are; of an exchange: where they would be were it the first ever */
     int n_parts, parts_stride, exchange; /* exchange: which one they are of, or -1 */
     int x_bytes;                         /* of the product that needs most */
+    int stages;                          /* of the block that has most */
 };
 
 /* Parts of a row-parallel product: what spreads its row tiles best, and leaves x short enough for registers. 0: none. */
@@ -76,6 +77,13 @@ static void add_to_residual(struct builder *b, const ql_rmsnorm_args *norm) {
     r->op[r->n_op++].combine =
         combine{split ? b->parts : norm->delta, norm->x, split ? b->n_parts : 1, n, n, split ? b->exchange : -1, true};
     b->parts_of = NULL;
+}
+
+/* The residual that is written while the next op begins, or NULL: the last product's, a recurrence behind it or not. */
+static const float *residual_behind(const struct run *r) {
+    int i = r->n_op - 1;
+    i -= i > 0 && r->op[i].kind == RECURRENCE;
+    return i >= 0 && r->op[i].kind == PRODUCT ? r->op[i].product.residual : NULL;
 }
 
 /* [rmsnorm] linear [conv | swiglu | exchange] */
@@ -151,6 +159,9 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     if (b->parts_of && !(norm && norm->delta == b->parts_of)) {
         return 0; /* the parts must be added first */
     }
+    if (norm && norm->x == residual_behind(r)) {
+        return 0; /* blocks write their shares of it while others would read */
+    }
     int row_tiles = 0, lanes = 0;
     for (int i = 0; i < p.n_target; i++) {
         row_tiles += p.target[i].row_tiles;
@@ -184,6 +195,10 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             return 0;
         }
     }
+    if (!norm && p.epilogue != STORE &&
+        (p.n_slice != 1 || p.k > x_keep(a->n_row) * 32 * warps_of_slice(1) || a->n_row * cols * 2 * p.k > X_MOST)) {
+        return 0; /* as choose_parts has it */
+    }
     p.cut = cut_of(p.ks / tile_k(p.format));
     p.n_task = row_tiles * p.parts;
     p.log_parts = p.parts == 4 ? 2 : p.parts - 1;
@@ -193,6 +208,10 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         return 0;
     }
     p.stages = (int)ceil_div(p.units, STAGE_UNITS);
+    b->stages += (int)ceil_div(p.n_task, b->blocks) * p.stages * (p.epilogue == GATED ? 2 : 1);
+    if (b->stages > MOST_STAGES) {
+        return 0;
+    }
     p.part_stride = p.parts > 1 || lanes ? a->n_row * a->w->n : 0;
     if (added) {
         add_to_residual(b, added);
@@ -266,7 +285,7 @@ static struct builder begin(ql_dev *dev, struct run *r) {
     r->lanes.gave_up = x->gave_up;
     r->lanes.wait_ns = x->wait_ns;
     int n_sm = x->n_lane > 1 ? x->n_sm : cuda(dev)->n_sm;
-    return builder{dev, r, 0, n_sm / 4 * 4, (float *)dev->scratch, NULL, NULL, 0, 0, -1, 0};
+    return builder{dev, r, 0, n_sm / 4 * 4, (float *)dev->scratch, NULL, NULL, 0, 0, -1, 0, 0};
 }
 
 ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t rounds, uint32_t first) {

@@ -14,10 +14,11 @@ enum {
     SCALES_AT = STAGE_UNITS * UNIT_TILES * TILE_BYTES, /* in a slot, of NVFP4 */
     SLOT_BYTES = SCALES_AT + STAGE_UNITS * UNIT_TILES * TILE_SCALE_BYTES,
     MAX_SLOTS = 8,
-    IN_FLIGHT = 3, /* stages asked for and not there: more only makes every other load wait longer */
-    PLACES = 16,   /* that units are dealt to in turn (see distances in chain.cu) */
-    MAX_ROWS = 4,  /* with two parts each they fill the columns of a matrix instruction */
-    AHEAD = 8,     /* tasks that have been asked for and not been finished, at most */
+    MOST_STAGES = 8192, /* of a block in a run: up to here times 2^16 / slots, rounded up, gives their turn */
+    IN_FLIGHT = 3,      /* stages asked for and not there: more only makes every other load wait longer */
+    PLACES = 16,        /* that units are dealt to in turn (see distances in chain.cu) */
+    MAX_ROWS = 4,       /* with two parts each they fill the columns of a matrix instruction */
+    AHEAD = 8,          /* tasks that have been asked for and not been finished, at most */
     MAX_OPS = 24,
     MAX_UNITS = 64,                            /* of a piece */
     SUM_ARRIVALS = 2 * MAX_UNITS + N_WARP + 1, /* at a set: its units, the warps when they are done, and the rest */
@@ -181,9 +182,11 @@ enum { RING_AT = (sizeof(struct shared) + 127) / 128 * 128 };
 /* Tasks that have been asked for and not been finished, where R rows are finished at a time: each has its set of sums. */
 __device__ __host__ constexpr int ahead_of(int rows) { return rows > 2 ? 5 : AHEAD; }
 
-/* Stages asked for and not there of an op whose x is not there yet, which are in the way of what makes it: except of a ring that
- * is too short to make up for it. */
+/* Stages asked for and not there of an op whose x is not there yet, which are in the way of what makes it: not of more rows than
+ * two, whose ring is too short to make up for it. */
 __device__ __host__ constexpr int across_edge(int rows) { return rows > 2 ? IN_FLIGHT : 1; }
+static_assert(ahead_of(1) == ahead_of(2) && ahead_of(3) == ahead_of(4),
+              "the kernel's instances are for 1 and 2 rows, and 3 and 4");
 
 /* Numbers of a row of a slice that a thread can hold of x, of so many rows. */
 __device__ __host__ constexpr int x_keep(int rows) { return rows > 2 ? 12 : 24; }
