@@ -179,7 +179,7 @@ ql_status ql_devices_open_lane(ql_devices *d, const ql_options *o, ql_lane *lane
 static uint64_t shared_gpus(const ql_devices *d) {
     uint64_t gpus = 0;
     for (int32_t i = 0; d->kind == QL_DEVICE_CUDA && d->n_lane > 1 && i < d->n_lane; i++) {
-        gpus |= (uint64_t)1 << d->ordinal[i] % 64;
+        gpus |= (uint64_t)1 << d->ordinal[i] % QL_TURNS_GPUS;
     }
     return gpus;
 }

@@ -9,11 +9,10 @@ typedef struct turnstile {
     uint64_t next, serving;
 } turnstile;
 
-enum { TURNSTILES = 64 };
-static turnstile turnstiles[TURNSTILES]; /* zeros are mutexes and conditions at rest */
+static turnstile turnstiles[QL_TURNS_GPUS]; /* zeros are mutexes and conditions at rest */
 
 void ql_turns_take(uint64_t gpus) {
-    for (int32_t i = 0; i < TURNSTILES; i++) { /* in one order, so that nobody waits in a circle */
+    for (int32_t i = 0; i < QL_TURNS_GPUS; i++) { /* in one order, so that nobody waits in a circle */
         turnstile *t = &turnstiles[i];
         if (gpus >> i & 1) {
             ql_lock(&t->mutex);
@@ -27,7 +26,7 @@ void ql_turns_take(uint64_t gpus) {
 }
 
 void ql_turns_end(uint64_t gpus) {
-    for (int32_t i = 0; i < TURNSTILES; i++) {
+    for (int32_t i = 0; i < QL_TURNS_GPUS; i++) {
         turnstile *t = &turnstiles[i];
         if (gpus >> i & 1) {
             ql_lock(&t->mutex);

@@ -9,6 +9,8 @@
 
 #include <stdint.h>
 
+enum { QL_TURNS_GPUS = 64 }; /* of others the ordinal modulo this stands for them */
+
 /* Waits until it is the caller's turn on every GPU of a set, a bit each. An empty set is no turn. */
 void ql_turns_take(uint64_t gpus);
 void ql_turns_end(uint64_t gpus);
