@@ -16,8 +16,8 @@
  * who reads it adds the parts. Other sums have the order of the kernels that run alone, so a step may go either way.
  *
  * What shapes this code (bench/NOTES.md): a load that misses the first-level cache waits behind all that the ring has asked
- * for, so nothing on the way of a unit may touch device memory, spilled registers included; and code that runs once an op
- * waits for its own instructions, so it is short rather than unrolled.
+ * for, so nothing on the way of a unit may touch device memory, spilled registers included (but for the scales of 128-blocks);
+ * and code that runs once an op waits for its own instructions, so it is short rather than unrolled.
  */
 #include "kernels/cuda/chain_x.cuh"
 #include "kernels/cuda/unit.cuh"
@@ -180,8 +180,6 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
 }
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
-
-template <int N> struct constant { static constexpr int value = N; };
 
 /* A unit of n tiles: codes, scales and x are shared addresses of this lane's first; into [16][set_rows]. t, row0 and first tell
  * block scales apart. */

@@ -1,4 +1,5 @@
-/* linear in precision Q8, NVFP4 weights (q8.h): activations to INT8 once for all products of one x, then
+/* linear in precision Q8, NVFP4 weights (q8.h): activations to INT8, by a launch of their own for all products of one x where the
+ * kernel does not make them itself, then
  *
  *   dp4a        one row of x: four products an instruction, weights unpacked by byte permutes; two kernels, by how weights come, one
  *               of which makes the codes itself

@@ -11,13 +11,11 @@
  */
 #include "kernels/cuda/unit.cuh"
 
-/* How a kernel for NT column tiles of x is made: row tiles of a block, and blocks that an SM is to hold. More weights on their
- * way would leave x no room in the first-level cache. */
+/* How a kernel for NT column tiles of x is made: row tiles of a block, and blocks that an SM is to hold. With more
+ * weights on their way x was slower to come, likely for want of room in the first-level cache. */
 template <int NT> struct form { static constexpr int RT = NT == 1 ? 1 : 2, BLOCKS = NT == 1 ? 3 : NT == 2 ? 2 : 1; };
 
 enum { WARPS = 8 }; /* of a block, at most */
-
-template <int N> struct constant { static constexpr int value = N; };
 
 /* A warp's ring: the halves of a unit, the first of which is not the smaller one, each for all row tiles of the block. */
 template <int FMT, int RT> struct ring {

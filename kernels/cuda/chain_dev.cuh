@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy_16(uint32_t to, const float *from) {
 }
 
 /* Of the computing warps. */
-__device__ __forceinline__ void sync_warps(void) { asm volatile("bar.sync 1, 448;" ::: "memory"); }
+__device__ __forceinline__ void sync_warps(void) { asm volatile("bar.sync 1, %0;" ::"n"((int)N_THREAD) : "memory"); }
 __device__ __forceinline__ void sync_four(void) { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 
 /* ---- edges ------------------------------------------------------------------------------------------------------- */

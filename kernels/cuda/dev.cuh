@@ -156,8 +156,8 @@ ql_status ql_cuda_sync(ql_dev *dev);
 
 /* ---- device helpers ---- */
 
-/* First statement of every kernel, before anything that another kernel wrote is read: lets the next kernel's blocks come,
- * then waits until the kernel before this one is complete. As all kernels do so, everything earlier is complete too. */
+/* In every kernel, before anything that another kernel wrote is read (weights may be loaded before): lets the next kernel's
+ * blocks come, then waits until the kernel before this one is complete. As all kernels do so, everything earlier is complete too. */
 __device__ __forceinline__ void allow_next(void) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -204,6 +204,9 @@ __device__ __forceinline__ float4 load_shared_f4(uint32_t at) {
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at));
     return v;
 }
+
+/* A number that the compiler knows, as an argument. */
+template <int N> struct constant { static constexpr int value = N; };
 
 /* What stays in a register instead of being computed again where it is used. */
 __device__ __forceinline__ int kept(int v) {

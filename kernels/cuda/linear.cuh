@@ -4,8 +4,8 @@
  * and x is scaled by a power of two for each row and canonical slice so that its largest element lies in [2^14, 2^15).
  * EXACT gives x two columns, f16(x) and f16(2^11 (x - f16(x))): 22 bits, at no memory traffic. BF16 gives it one: a bf16
  * number has 8 bits, so the f16 of the scaled one is exact down to 2^-28 of the slice's largest. FP8 likewise holds the
- * E4M3 value. Q8 gives FP8 weights f16(x) and no more; what it does with NVFP4 weights is in q8.cuh. A column of the instruction's result depends on its own column of x alone, so a row's bits do not depend
- * on which rows share the call.
+ * E4M3 value. Q8 gives FP8 weights f16(x) and no more; what it does with NVFP4 weights is in q8.cuh. A column of the
+ * instruction's result depends on its own column of x alone, so a row's bits do not depend on which rows share the call.
  */
 #ifndef QL_KERNELS_CUDA_LINEAR_CUH
 #define QL_KERNELS_CUDA_LINEAR_CUH

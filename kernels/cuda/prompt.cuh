@@ -54,8 +54,6 @@ __device__ __forceinline__ uint32_t two_bf16(float a, float b) {
     return __float_as_uint(round_bf16(a)) >> 16 | (__float_as_uint(round_bf16(b)) & 0xffff0000u);
 }
 
-template <int N> struct constant { static constexpr int value = N; };
-
 /* Pairs 0 and 1 of an FP8 word as E4M3 codes, in the order 2, 0, 3, 1. */
 __device__ __forceinline__ uint32_t e4m3_codes(uint32_t w) {
     return (w & 0x807f807fu) | ((w << 1) & 0x7f007f00u) | ((w >> 7) & 0x00800080u);

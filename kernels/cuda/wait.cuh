@@ -1,8 +1,8 @@
 /* What a kernel needs that waits for another lane: words of GPUs that reach each other's memory, and a clock for its deadline.
  *
- * Every such wait has the same shape. It polls a word that the other lane stores with release; once in so many polls it looks at
- * what is slow to read, which is a word of the host's that tells it to let go, and the clock. Then it gives up by returning, with
- * its reason in host memory, so that nothing hangs on the device.
+ * Such a wait polls a word that the other lane stores with release; once in so many polls it looks at what is slow to read: words of
+ * the host's, one of which tells it to let go, and the clock. Then it gives up by returning, with its reason in host memory, so that
+ * nothing hangs on the device.
  */
 #ifndef QL_KERNELS_CUDA_WAIT_CUH
 #define QL_KERNELS_CUDA_WAIT_CUH

@@ -9,10 +9,9 @@
  * counting, and it is 32 bits compared by difference, so that overflow is harmless. Slots alternate by the epoch's parity:
  * when a lane stores epoch e + 2 it has seen every peer's flag e + 1, which a peer stores after it has read slot e.
  *
- * Blocks wait for blocks of the other GPU. Both run the same grid, at most as many blocks as fit at once, so the block
+ * Blocks wait for blocks of the other GPUs. All run the same grid, at most as many blocks as fit at once, so the block
  * waited for is running or will be. Every wait watches the abort word in host memory and a deadline; a wait that gives up
  * leaves its reason in host memory and the kernel returns, so nothing can hang on the device.
- *
  */
 #include "runtime/lane/comm_kernels.h"
 

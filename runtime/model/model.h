@@ -49,8 +49,8 @@ uint64_t ql_model_slot_bytes(const ql_checkpoint *ckpt, const ql_shard *shard);
 typedef void (*ql_resident_fn)(void *user, uint64_t bytes);
 
 /* Allocates everything and makes the slices resident. `ckpt`, `dev` and `comm` outlive the model. `allowed` is a bit set
- * over the vocabulary of the ids that may be sampled, (vocab + 31) / 32 words; NULL: ql_model_allow will bring it. The threads of `pool` (may be NULL) help and
- * are done when it returns. */
+ * over the vocabulary of the ids that may be sampled, (vocab + 31) / 32 words; NULL: ql_model_allow will bring it. The threads of `pool`
+ * (may be NULL) help and are done when it returns. */
 ql_status ql_model_open(ql_model **model, const ql_checkpoint *ckpt, const ql_shard *shard,
                         const ql_model_limits *limits, ql_dev *dev, ql_comm *comm, ql_log *log, const uint32_t *allowed,
                         ql_pool *pool, ql_resident_fn resident, void *user, ql_error *err);
