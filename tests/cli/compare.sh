@@ -58,6 +58,15 @@ is "results: what was measured" "$(json "$tmp/results" \
     '[c["precision_used"] for c in r["configurations"]], r["refused"], r["fixture"]["file"], len(r["configurations"][0]["binary"]["crc32"])')" \
     "(['prompt=exact,gen=exact', 'prompt=exact,gen=exact', 'prompt=fp8,gen=fp8'], None, 'prompt.txt', 8)"
 
+# A binary far from the bundled model, a checkpoint without a tokenizer.
+cp "$qlane" "$tmp/qlane"
+mkdir "$tmp/mute"
+ln -s "$PWD"/models/tiny/* "$tmp/mute" && rm "$tmp"/mute/tokenizer*
+binary=$tmp/qlane
+compare "one: -m $tmp/mute --device host" "two: -m $tmp/mute --device host --lanes 2"
+binary=$qlane
+is "the bundled tokenizer serves wherever the binary lies" "$rc $(grep -cE '^(one|two) ' "$tmp/out")" "0 2"
+
 # What differs without being meant to, and what may not differ at all.
 stops "another cache type" 1 "refused: two cannot be compared with one: KV cache fp8, not f16" "$one" "$two --kv fp8"
 is "nothing ran for that" "$(grep -c ' of 2: ' "$tmp/err")" 0
