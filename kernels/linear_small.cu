@@ -71,9 +71,9 @@ __global__ void __launch_bounds__(32 * WARPS, form<NT>::BLOCKS) small_kernel(str
         for (int q = 0; q < RT; q++) {
             const uint8_t *from = codes + (int64_t)(first + q * stride) * TILE_BYTES;
             uint8_t *to = mine + slot * R::SLOT + q * R::ROW_TILE;
-            auto copy = [&](auto count) {
+            auto copy = [&](auto many) {
 #pragma unroll
-                for (int i = 0; i < decltype(count)::value; i++) {
+                for (int i = 0; i < decltype(many)::value; i++) {
                     copy_async16(to + i * TILE_BYTES, from + i * TILE_BYTES);
                 }
             };
