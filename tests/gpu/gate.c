@@ -179,6 +179,8 @@ static void forced(void **state) {
     printf("# measured %-20s lanes %d %-30s teacher-forced: worst relative L2 %.2e\n", j->model->name, j->lanes,
            j->mode->name, worst);
     fflush(stdout);
+    /* The phases have different orders of addition, but for BF16 weights on a GPU of 7.5, where one kernel multiplies them. */
+    assert_true(worst > 0 || strcmp(j->model->name, "micro-bf16") == 0);
 }
 
 /* ---- equal bits -------------------------------------------------------------------------------------------------- */

@@ -200,8 +200,7 @@ void ql_test_forced(const ql_options *o, const ql_test_model *model, double boun
         *worst = rel > *worst ? rel : *worst;
         free(rows.values);
     }
-    /* The phases may add in one order (BF16 weights where nothing multiplies them but one kernel), so *worst may be 0: what is
-     * compared are the logits of different positions all the same. */
+    /* What is compared are the logits of different positions, also where the phases add in one order and *worst is 0. */
     assert_memory_not_equal(whole.values, whole.values + whole.width, (size_t)whole.width * sizeof *whole.values);
     free(whole.values);
     ql_engine_close(&engine);

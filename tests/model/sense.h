@@ -20,7 +20,8 @@ void ql_test_chat_turns(const ql_options *o);
 ql_test_rows ql_test_logits(ql_engine *engine, const int32_t *ids, int32_t n, int32_t max_new, int32_t *out);
 
 /* Teacher-forced steps after prompts of 1 to 130 ids: relative L2 of each step's logits to those of the same ids as one prompt
- * is at most `bound`, and *worst the largest; rows of prompts of different lengths agree in every bit. */
+ * is at most `bound`, and *worst the largest; rows of prompts of different lengths agree in every bit. *worst is 0 only
+ * where both phases multiply by the same kernels; where they have two orders of addition the caller asks for more. */
 void ql_test_forced(const ql_options *o, const ql_test_model *model, double bound, double *worst);
 
 #endif
