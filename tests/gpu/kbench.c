@@ -1,5 +1,6 @@
 /* Times the kernels of a CUDA device at the shapes of the 27B model: each call in a graph of many, over more weights than
- * the second-level cache holds, as a share of what a plain read reaches in the same run.
+ * the second-level cache holds, as a share of what a plain read reaches in the same run. Times are medians of seven graphs, and
+ * behind each stands how far the seven lie apart, in percent of it.
  *
  *     kbench [FILTER]...
  */
@@ -51,8 +52,9 @@ static void open_device(const char *kernels) {
     rig_open(&dev, kernels, &shape);
 }
 
-static void report(const char *name, double s, double bytes, double flops) {
-    printf("%-52s %9.2f us", name, s * 1e6);
+static void report(const char *name, rig_span span, double bytes, double flops) {
+    double s = span.median;
+    printf("%-52s %9.2f us %4.1f%%", name, s * 1e6, 100.0 * (span.worst - span.best) / s);
     if (bytes > 0) {
         printf("  %7.0f GB/s %5.1f%%", bytes / s * 1e-9, 100.0 * bytes / s / stream_rate);
     }
@@ -129,10 +131,10 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
                                .phase = phase,
                                .precision = precision};
         bool slow = strcmp(q8_kernel, "-reference") == 0; /* a tenth of a second a call */
-        double s = rig_time(&dev, call_linear,
-                            phase == QL_PHASE_GEN ? 4 * n_copy < 32 ? 32 : 4 * n_copy
-                            : slow                ? 1
-                                                  : 6);
+        rig_span s = rig_time(&dev, call_linear,
+                              phase == QL_PHASE_GEN ? 4 * n_copy < 32 ? 32 : 4 * n_copy
+                              : slow                ? 1
+                                                    : 6);
         snprintf(name, sizeof name, "linear.%s.%s.%s%s n%d k%d s%d t%d", ql_qformat_name(format),
                  phase ? "gen" : "prompt", precision_names[precision], q8_kernel, n, k, n_slice, t);
         report(name, s, phase == QL_PHASE_GEN ? (double)(wb + sb) + 4.0 * t * (n + k) : 0,
@@ -167,7 +169,8 @@ static void bench_q8(void) {
     static const int32_t few[] = {1}, some[] = {16, 64}, many[] = {512};
     sink = room(16);
     for (int8_k = 16; int8_k <= 32; int8_k += 16) {
-        double s = rig_time(&dev, multiply_int8, 4), ops = ql_cuda_int8(ql_cuda_stream(&dev), info.n_sm, int8_k, sink);
+        double s = rig_time(&dev, multiply_int8, 4).median,
+               ops = ql_cuda_int8(ql_cuda_stream(&dev), info.n_sm, int8_k, sink);
         printf("INT8 products, k %d: %.1f TOP/s\n", int8_k, ops / s * 1e-12);
         int8_rate = ops / s > int8_rate ? ops / s : int8_rate;
     }
@@ -420,8 +423,8 @@ int main(int argc, char **argv) {
            (double)dev.scratch_bytes * 1e-6);
     big_bytes = (size_t)8 << 30;
     big = room(big_bytes);
-    double s = rig_time(&dev, read_big, 2);
-    stream_rate = (double)big_bytes / s;
+    rig_span s = rig_time(&dev, read_big, 2);
+    stream_rate = (double)big_bytes / s.median;
     report("read 8 GiB", s, (double)big_bytes, 0);
     big_bytes = (size_t)50 << 20;
     report("read 50 MiB (from a graph, second-level cache)", rig_time(&dev, read_big, 64), (double)big_bytes, 0);

@@ -187,7 +187,14 @@ double rig_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-double rig_time(ql_dev *dev, void (*call)(int i), int reps) {
+static int by_value(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+rig_span rig_time(ql_dev *dev, void (*call)(int i), int reps) {
+    enum { ROUNDS = 7 };
+    double s[ROUNDS];
     void *graph;
     call(0);
     rig_must(dev->ops->sync(dev));
@@ -196,15 +203,16 @@ double rig_time(ql_dev *dev, void (*call)(int i), int reps) {
         call(i);
     }
     rig_must(ql_cuda_capture_end(dev, &graph));
-    double best = 1e9;
-    for (int round = 0; round < 5; round++) {
+    for (int round = -1; round < ROUNDS; round++) {
         rig_must(dev->ops->sync(dev));
         double t = rig_now();
         rig_must(ql_cuda_graph_launch(dev, graph));
         rig_must(dev->ops->sync(dev));
-        t = rig_now() - t;
-        best = round > 0 && t < best ? t : best;
+        if (round >= 0) {
+            s[round] = (rig_now() - t) / reps;
+        }
     }
     ql_cuda_graph_free(dev, graph);
-    return best / reps;
+    qsort(s, ROUNDS, sizeof *s, by_value);
+    return (rig_span){s[0], s[ROUNDS / 2], s[ROUNDS - 1]};
 }

@@ -61,7 +61,11 @@ void rig_chained(ql_dev *dev, const ql_op *op, int32_t n);
 /* Seconds. */
 double rig_now(void);
 
-/* Seconds of one call(i): the best of several launches of a graph of `reps` of them, i from 0 on, after one that is not counted. */
-double rig_time(ql_dev *dev, void (*call)(int i), int reps);
+/* Seconds of one call(i), over seven launches of a graph of `reps` of them, i from 0 on, after one that is not counted. */
+typedef struct rig_span {
+    double best, median, worst;
+} rig_span;
+
+rig_span rig_time(ql_dev *dev, void (*call)(int i), int reps);
 
 #endif
