@@ -91,8 +91,9 @@ static void call_linear(int i) {
     rig_must(dev.ops->linear(&dev, &lin));
 }
 
-static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slice, const int32_t *rows, int n_rows,
-                         ql_phase phase, ql_precision precision) {
+/* Returns the seconds of the last number of rows, 0 where nothing was wanted. */
+static double bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slice, const int32_t *rows, int n_rows,
+                           ql_phase phase, ql_precision precision) {
     char name[96];
     bool any = false;
     for (int i = 0; i < n_rows; i++) {
@@ -101,8 +102,9 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
         any = any || wanted(name);
     }
     if (!any) {
-        return;
+        return 0;
     }
+    double last = 0;
     uint64_t wb, sb;
     dev.ops->weight_bytes(format, n, k, 0, 0, &wb, &sb);
     rig_codes codes = rig_codes_of(format, n, k);
@@ -135,6 +137,7 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
                               phase == QL_PHASE_GEN ? 4 * n_copy < 32 ? 32 : 4 * n_copy
                               : slow                ? 1
                                                     : 6);
+        last = s.median;
         snprintf(name, sizeof name, "linear.%s.%s.%s%s n%d k%d s%d t%d", ql_qformat_name(format),
                  phase ? "gen" : "prompt", precision_names[precision], q8_kernel, n, k, n_slice, t);
         report(name, s, phase == QL_PHASE_GEN ? (double)(wb + sb) + 4.0 * t * (n + k) : 0,
@@ -146,6 +149,7 @@ static void bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_slic
     for (int i = 0; i < n_copy; i++) {
         dev.ops->weight_free(&dev, &weight[i]);
     }
+    return last;
 }
 
 /* ---- q8 ---- */
@@ -158,12 +162,21 @@ static void multiply_int8(int i) {
     ql_cuda_int8(ql_cuda_stream(&dev), info.n_sm, int8_k, sink);
 }
 
+/* How many times as fast one kernel is as another; nothing where one of them was not timed. */
+static void print_ratio(const int32_t shape[3], int t, const char *fast, double s, const char *slow, double other) {
+    if (s > 0 && other > 0) {
+        printf("q8 n%d k%d s%d t%d: %s is %.3g times as fast as %s\n", shape[0], shape[1], shape[2], t, fast, other / s,
+               slow);
+    }
+}
+
 /* MLP products of the 27B on two lanes and on one, one row and 512, by each kernel of precision q8. The ceilings are the
  * stream for one row and the rate of integer matrix products for many. */
 static void bench_q8(void) {
+    enum { REFERENCE, DP4A, WMMA, WIDE, N };
     static const struct {
         const char *name, *kernels;
-    } kernels[] = {
+    } kernels[N] = {
         {"-reference", "nvfp4=reference"}, {"-dp4a", "nvfp4=dp4a"}, {"-wmma", "nvfp4=wmma"}, {"-wide", "nvfp4=wide"}};
     static const int32_t shapes[][3] = {{8704, 5120, 1}, {5120, 8704, 4}, {17408, 5120, 1}, {5120, 17408, 8}};
     static const int32_t few[] = {1}, some[] = {16, 64}, many[] = {512};
@@ -175,18 +188,21 @@ static void bench_q8(void) {
         int8_rate = ops / s > int8_rate ? ops / s : int8_rate;
     }
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
-        for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++) {
-            const int32_t *v = shapes[s];
+        const int32_t *v = shapes[s];
+        double row[N], rows[N]; /* seconds of one and of many */
+        for (int i = 0; i < N; i++) {
             open_device(kernels[i].kernels);
             q8_kernel = kernels[i].name;
-            bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], few, 1, QL_PHASE_GEN, QL_PREC_Q8);
-            if (i == 2) {
+            row[i] = bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], few, 1, QL_PHASE_GEN, QL_PREC_Q8);
+            if (i == WMMA) {
                 bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], some, 2, QL_PHASE_PROMPT, QL_PREC_Q8);
             }
-            if (i != 1) {
-                bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], many, 1, QL_PHASE_PROMPT, QL_PREC_Q8);
-            }
+            rows[i] = bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], many, 1, QL_PHASE_PROMPT, QL_PREC_Q8);
         }
+        print_ratio(v, 1, "dp4a", row[DP4A], "wmma", row[WMMA]);
+        print_ratio(v, 1, "dp4a", row[DP4A], "reference", row[REFERENCE]);
+        print_ratio(v, 512, "wide", rows[WIDE], "wmma", rows[WMMA]);
+        print_ratio(v, 512, "wide", rows[WIDE], "reference", rows[REFERENCE]);
     }
     q8_kernel = "";
     open_device(NULL);
