@@ -20,6 +20,7 @@ typedef struct ql_cuda_device {
     int32_t major, minor; /* compute capability */
     int32_t code; /* that of the code that this build runs there, 75 for 7.5: what kernels are chosen by; 0: none */
     int32_t n_sm;
+    int32_t block_shared; /* bytes of shared memory that a block may have; 64 KiB where code for 7.5 runs */
     int32_t pci_domain, pci_bus, pci_device;
 } ql_cuda_device;
 

@@ -615,16 +615,14 @@ static ql_status run_reference(ql_dev *dev, const struct q8_products *p) {
 /* Warps of a block of ring_kernel, 0: it does not serve. It wants rows that begin at multiples of 16 bytes, a warp's part of one with
  * a whole record, one end of a slice at most in a chunk, and shared memory for x and the rings. */
 static int ring_warps(const ql_dev *dev, const struct q8_products *p, size_t *shared) {
-    int groups = p->ks / QL_NVFP4_GROUP, slices = p->n_slice % 2 ? p->n_slice : p->n_slice / 2, room = 0;
+    int groups = p->ks / QL_NVFP4_GROUP, slices = p->n_slice % 2 ? p->n_slice : p->n_slice / 2;
     if (cuda(dev)->cc < 80 || p->ks % QL_Q8_BLOCK || groups < 32 || groups * slices % 4 ||
         p->k % (16 * QL_NVFP4_GROUP)) {
         return 0;
     }
-    if (cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, cuda(dev)->ordinal) != cudaSuccess) {
-        return 0;
-    }
     *shared = (size_t)p->k + (size_t)(p->k / QL_Q8_BLOCK + RING_PAD) * sizeof(float);
-    int64_t warps = (room - 1024 - (int64_t)*shared) / RING_BYTES; /* 1024: what the kernel has beside them */
+    int64_t room = cuda(dev)->block_shared - 1024; /* 1024: what the kernel has beside them */
+    int64_t warps = (room - (int64_t)*shared) / RING_BYTES;
     warps = warps < 4 ? 0 : warps < RING_WARPS ? warps / 4 * 4 : RING_WARPS;
     *shared += (size_t)(warps * RING_BYTES);
     return (int)warps;

@@ -260,16 +260,6 @@ __global__ void __launch_bounds__(32 * WARPS, form<NT>::BLOCKS) small_kernel(str
     }
 }
 
-/* Shared memory that a block may have. */
-static size_t shared_limit(const ql_dev *dev) {
-    int bytes = 48 * 1024;
-    if (cuda(dev)->cc == 75) { /* a newer GPU that runs this code has more */
-        return 64 * 1024;
-    }
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, cuda(dev)->ordinal);
-    return (size_t)bytes;
-}
-
 /* Rows [row, row + n) of *p, n <= NT 8 / COLS. *fits false: the sums of so many rows leave no room for the ring of a warp. */
 template <int FMT, int NT, int COLS>
 static ql_status run(ql_dev *dev, const struct products *p, int row, int n, bool *fits) {
@@ -277,7 +267,7 @@ static ql_status run(ql_dev *dev, const struct products *p, int row, int n, bool
     struct products part = *p;
     struct cut c = cut_of(p->ks / tile_k(FMT));
     int units = c.per_slice * p->n_slice, warps = units < WARPS ? units : WARPS;
-    size_t one = ring<FMT, RT>::BYTES, limit = shared_limit(dev),
+    size_t one = ring<FMT, RT>::BYTES, limit = (size_t)cuda(dev)->block_shared,
            rest = ((size_t)RT * TILE_ROWS * (units * (NT * 8 / COLS) + 1) + (size_t)n * p->n_slice) * sizeof(float);
     while (warps > 1 && warps * one + rest > limit) {
         warps /= 2;

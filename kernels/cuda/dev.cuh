@@ -28,6 +28,7 @@ extern const char *const ql_q8_kernel_names[Q8_KERNELS];
 
 struct cuda_dev {
     int ordinal, n_sm, cc; /* cc: of the code that runs, 90 for 9.0; the GPU may be newer */
+    int block_shared;      /* bytes of shared memory that a block may have */
     cudaStream_t stream;
     uint8_t *pinned;                    /* STAGE_SLOTS of STAGE_BYTES, host to device */
     cudaEvent_t slot_free[STAGE_SLOTS]; /* recorded when a slot's copies were enqueued */

@@ -79,6 +79,7 @@ ql_status ql_cuda_info(int32_t ordinal, ql_cuda_device *out, ql_error *err) {
     out->minor = p.minor;
     out->code = code_for(10 * p.major + p.minor);
     out->n_sm = p.multiProcessorCount;
+    out->block_shared = out->code == 75 ? 64 * 1024 : (int32_t)p.sharedMemPerBlockOptin;
     out->pci_domain = p.pciDomainID;
     out->pci_bus = p.pciBusID;
     out->pci_device = p.pciDeviceID;
@@ -688,7 +689,7 @@ static ql_status take_kernels(struct cuda_dev *d, const char *text, ql_error *er
             return ql_fail(
                 err, QL_ERR_USAGE,
                 "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample, "
-                "chain, nvfp4, wide_min_rows, shared_q8",
+                "chain, nvfp4, wide_min_rows, shared_q8 on CUDA lanes",
                 (int)key, p);
         }
         const char *name = p + key + (len > key);
@@ -773,6 +774,7 @@ ql_status ql_cuda_dev_open(ql_dev *dev, int32_t ordinal, const char *kernels, co
     d->ordinal = ordinal;
     d->n_sm = info.n_sm;
     d->cc = info.code;
+    d->block_shared = info.block_shared;
     snprintf(dev->device, sizeof dev->device, "cuda:%d %.48s", ordinal, info.name);
     ql_status status = open_device(dev, &info);
     if (status != QL_OK) {
