@@ -156,10 +156,10 @@ static ql_status parse_kernels(const char *text, int32_t cap[N_FAMILY], ql_error
             f++;
         }
         if (f == N_FAMILY) {
-            return ql_fail(
-                err, QL_ERR_USAGE,
-                "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, sample", (int)key,
-                p);
+            return ql_fail(err, QL_ERR_USAGE,
+                           "unknown kernel family '%.*s'; families are embed, linear, norm, gdn, attention, mlp, "
+                           "sample on host lanes",
+                           (int)key, p);
         }
         if (given[f]) {
             return ql_fail(err, QL_ERR_USAGE, "kernel family '%s' is given twice", family_names[f]);
