@@ -313,6 +313,7 @@ typedef struct ql_stats {
     size_t size;
     int32_t n_lanes, slices; /* lane count and the model's canonical slice count S */
     ql_device_kind device;
+    ql_precision prompt_precision, gen_precision; /* in use, never AUTO */
     int32_t ctx, max_seqs, chunk, kv_pages;
     int32_t live_seqs, free_slots, free_pages; /* at the time of the call */
     double load_s;                             /* from open to ready */

@@ -35,8 +35,8 @@ typedef struct bench {
     int32_t context[MAX_CONTEXTS], runs[MAX_CONTEXTS], n_context;
     int32_t together[MOST_COUNTS], n_together, most_together; /* sequences that generate at once */
     int32_t n;
-    double embed_bytes; /* of one row of the embedding */
-    bool cuda;
+    double embed_bytes;                         /* of one row of the embedding */
+    char prompt_precision[8], gen_precision[8]; /* in use */
 } bench;
 
 /* ---- one process --------------------------------------------------------------------------------------------------- */
@@ -167,9 +167,10 @@ static json_t *measure_phases(const bench *b, ql_engine *engine, int32_t ctx, co
     }
     if (res) {
         ql_engine_stats(engine, &st[2]);
-        out = json_pack("{s:o, s:o, s:i, s:b}", "prefill_ms", phases_between(&st[0], &st[1], 1), "decode_ms",
-                        phases_between(&st[1], &st[2], n - 1), "n_lanes", st[2].n_lanes, "cuda",
-                        st[2].device == QL_DEVICE_CUDA);
+        out = json_pack("{s:o, s:o, s:i, s:s, s:s}", "prefill_ms", phases_between(&st[0], &st[1], 1), "decode_ms",
+                        phases_between(&st[1], &st[2], n - 1), "n_lanes", st[2].n_lanes, "prompt_precision",
+                        ql_cli_precision_name(st[2].prompt_precision), "gen_precision",
+                        ql_cli_precision_name(st[2].gen_precision));
     }
     ql_result_free(res);
     free(st);
@@ -425,7 +426,10 @@ static int measure_all(bench *b, json_t *points) {
         json_t *runs = json_array(), *rounds = json_array(), *phases = NULL, *one = NULL;
         rc = in_process(b, b->context[c], PHASES, &phases);
         if (rc == 0 && b->plan.n_lanes == 0) {
-            b->cuda = json_is_true(json_object_get(phases, "cuda"));
+            snprintf(b->prompt_precision, sizeof b->prompt_precision, "%s",
+                     json_string_value(json_object_get(phases, "prompt_precision")));
+            snprintf(b->gen_precision, sizeof b->gen_precision, "%s",
+                     json_string_value(json_object_get(phases, "gen_precision")));
             rc = plan_lanes(b, (int32_t)json_integer_value(json_object_get(phases, "n_lanes")));
         }
         for (int32_t r = 0; r < b->runs[c] && rc == 0; r++) {
@@ -533,15 +537,12 @@ static json_t *provenance(const bench *b) {
     if (file_crc("/proc/self/exe", &crc, &bytes)) {
         snprintf(binary, sizeof binary, "%08x", crc);
     }
-    static const char *const precisions[] = {"", "exact", "bf16", "fp8", "q8"};
-    ql_precision prompt = b->opt.prompt_precision ? b->opt.prompt_precision : b->cuda ? QL_PREC_BF16 : QL_PREC_EXACT;
-    ql_precision gen = b->opt.gen_precision ? b->opt.gen_precision : QL_PREC_EXACT;
     return json_pack("{s:s, s:o, s:I, s:s, s:s, s:o, s:s, s:I, s:i, s:s, s:s, s:s, s:s, s:s, s:s}", "version",
                      ql_version(), "binary_crc32", text(binary), "binary_bytes", (json_int_t)bytes, "checkpoint",
                      b->info.dir, "scheme", b->info.scheme, "checkpoint_crc32", checkpoint_hash(b), "architecture",
                      b->info.architecture, "checkpoint_bytes", (json_int_t)(b->info.weight_bytes + b->info.scale_bytes),
-                     "chunk", b->opt.chunk, "kv", ql_cli_kv_name(b->opt.kv), "prompt_precision", precisions[prompt],
-                     "gen_precision", precisions[gen], "order", ql_cli_order_name(b->opt.order), "date", when,
+                     "chunk", b->opt.chunk, "kv", ql_cli_kv_name(b->opt.kv), "prompt_precision", b->prompt_precision,
+                     "gen_precision", b->gen_precision, "order", ql_cli_order_name(b->opt.order), "date", when,
                      "machine", host);
 }
 

@@ -102,6 +102,7 @@ int ql_cli_fill_options(const ql_cli_args *args, ql_options *opt, char **kernels
 
 /* Names as on the command line. */
 const char *ql_cli_kv_name(ql_kv_type kv);
+const char *ql_cli_precision_name(ql_precision precision); /* not AUTO */
 const char *ql_cli_order_name(ql_order order);
 
 /* ---- input and output ------------------------------------------------------------------------------------------- */

@@ -143,6 +143,7 @@ static const option table[] = {
 enum { N_OPT = sizeof table / sizeof table[0] };
 
 const char *ql_cli_kv_name(ql_kv_type kv) { return kv_names[kv]; }
+const char *ql_cli_precision_name(ql_precision precision) { return precision_names[precision - 1]; }
 const char *ql_cli_order_name(ql_order order) { return order_names[order]; }
 
 /* "f16, f32, bf16 or fp8" */

@@ -262,6 +262,8 @@ static void print_stats(const run *r) {
     fprintf(stderr, "first id   %10.3f s\n", res->first_token_s);
     fprintf(stderr, "generated  %10d tokens  %10.1f tok/s after the first\n", res->n_ids,
             per_second(decoded, res->decode_s));
+    fprintf(stderr, "precision  prompt %s, generated %s\n", ql_cli_precision_name(st->prompt_precision),
+            ql_cli_precision_name(st->gen_precision));
     fprintf(stderr, "finish     %10s   seed %llu\n", ql_finish_text(res->finish),
             (unsigned long long)r->request.sampling.seed);
     for (int32_t i = 0; i < st->n_lanes; i++) {
@@ -320,13 +322,15 @@ static int print_json(const run *r) {
         json_object_set_new(open, st->open[i].name, json_real(st->open[i].ms));
     }
     json_t *root = json_pack(
-        "{s:o, s:o, s:o, s:s, s:o, s:I, s:o, s:o, s:{s:f, s:o, s:i, s:f, s:f, s:i, s:f, s:o}, s:{}, s:{}}",
+        "{s:o, s:o, s:o, s:s, s:o, s:I, s:{s:s, s:s}, s:o, s:o, s:{s:f, s:o, s:i, s:f, s:f, s:i, s:f, s:o}, s:{}, "
+        "s:{}}",
         "prompt_ids", json_ids(res->prompt_ids, res->n_prompt), "ids", json_ids(res->ids, res->n_ids), "text",
         res->text ? json_stringn(res->text, res->text_bytes) : json_null(), "finish", ql_finish_text(res->finish),
-        "logprobs", logprobs, "seed", (json_int_t)r->request.sampling.seed, "lanes", lanes, "paths", paths, "timing",
-        "load_s", st->load_s, "load_ms", open, "prefill_tokens", res->n_prompt, "prefill_tok_s",
-        per_second(res->n_prompt, res->prompt_s), "first_token_s", res->first_token_s, "decode_tokens", decoded,
-        "decode_tok_s", per_second(decoded, res->decode_s), "phase_ms", phases, "spec", "prefix");
+        "logprobs", logprobs, "seed", (json_int_t)r->request.sampling.seed, "precision", "prompt",
+        ql_cli_precision_name(st->prompt_precision), "gen", ql_cli_precision_name(st->gen_precision), "lanes", lanes,
+        "paths", paths, "timing", "load_s", st->load_s, "load_ms", open, "prefill_tokens", res->n_prompt,
+        "prefill_tok_s", per_second(res->n_prompt, res->prompt_s), "first_token_s", res->first_token_s, "decode_tokens",
+        decoded, "decode_tok_s", per_second(decoded, res->decode_s), "phase_ms", phases, "spec", "prefix");
     if (root && res->has_crc) {
         char hex[9];
         snprintf(hex, sizeof hex, "%08x", res->logits_crc32);

@@ -472,6 +472,8 @@ ql_status ql_engine_stats(ql_engine *e, ql_stats *s) {
     s->n_lanes = e->n_lane;
     s->slices = e->ckpt->config.slices;
     s->device = e->devices.kind;
+    s->prompt_precision = e->limits.prompt_precision;
+    s->gen_precision = e->limits.gen_precision;
     s->ctx = e->ctx;
     s->max_seqs = e->limits.max_seq;
     s->chunk = e->options.chunk;

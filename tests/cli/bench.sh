@@ -40,6 +40,12 @@ for part in '"version": "' '"binary_crc32": "' '"checkpoint_crc32": "' '"chunk":
     has "--json has $part" out "$part"
 done
 
+q bench --device host --contexts 64 -n 4 --runs 1 --precision gen=q8 --json
+for part in '"prompt_precision": "q8"' '"gen_precision": "q8"'; do
+    has "a precision that is that of both phases: $part" out "$part"
+done
+q bench --device host --contexts 64 -n 4 --runs 1 --json
+
 # The checksum is that of the tensors: another model's is another one, the same model's is the same.
 crc() { grep -oE '"checkpoint_crc32": "[0-9a-f]{8}"' "$tmp/out"; }
 first=$(crc)

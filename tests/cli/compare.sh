@@ -108,6 +108,9 @@ stops "a refused result as the earlier one" 1 "refused: *results.json was refuse
     --with "$tmp/refused/results.json" "$one -m models/tiny"
 compare "$one -m models/tiny" "$two -m models/tiny --precision bf16"
 is "other precisions promise no equal logits" $rc 0
+compare --out "$tmp/q8" "$one -m models/tiny" "q8: --device host -m models/tiny --precision prompt=q8"
+is "results: the precision that ran" "$(json "$tmp/q8" '[c["precision_used"] for c in r["configurations"]]')" \
+    "['prompt=exact,gen=exact', 'prompt=q8,gen=q8']"
 compare "$one -m models/tiny --order fast" "$two -m models/tiny --order fast"
 is "nor does the fast order over lanes" $rc 0
 fake fewer '[[ "$*" != *"--lanes 2"* ]] || out=$(sed -E "s/(\"ids\": \[[0-9]+), [0-9]+/\1/" <<<"$out")'

@@ -52,6 +52,12 @@ for part in '"prompt_ids": [261, 269, 267, 589, 260]' '"ids": [794, 259, 261, 26
     has "--json has $part" out "$part"
 done
 crc=$(grep -oE '"logits_crc32": "[0-9a-f]{8}"' "$tmp/out" | grep -oE '[0-9a-f]{8}')
+for p in q8 prompt=q8 gen=q8; do
+    q run --device host --temp 0 -n 2 -p "$france" --precision $p --json
+    has "--json: $p is that of both phases" out '"precision": {"prompt": "q8", "gen": "q8"}'
+done
+q run --device host --temp 0 -n 2 -p "$france" --precision gen=bf16 --json
+has "--json: precisions of phases" out '"precision": {"prompt": "exact", "gen": "bf16"}'
 q run -m tests/data/micro-bf16 --ids 1,2 --temp 0 -n 2 --json
 has "--json: text is null without a tokenizer" out '"text": null'
 for lanes in 1 4; do
@@ -64,6 +70,7 @@ has "--stats has lanes" err "lane 0     host: weights "
 has "--stats has the parts of the load" err "devices 0."
 has "--stats has paths" err "path       linear.nvfp4.gen/"
 has "--crc is the same in chunks of 64" err "qlane: logits_crc32 $crc"
+has "--stats has precisions" err "precision  prompt exact, generated exact"
 is "--stats has no phases" "$(grep -c '^phase' "$tmp/err")" 0
 q run --temp 0 -n 2 -p "$france" --profile
 has "--profile has phases" err "phase      mlp"
