@@ -20,7 +20,8 @@ static const struct {
     {"lm_head_shard", "the head's vocabulary rows, cut over lanes", ql_check_blocks},
     {"collectives", "sums, gathers and broadcasts of lanes, recorded, repeated, aborted: every element's bits",
      ql_check_collectives},
-    {"precision", "predictions with bf16, fp8 and q8 prompts against exact ones, on the model of -m", ql_check_precision},
+    {"precision", "predictions with bf16, fp8 and q8 prompts against exact ones, on the model of -m",
+     ql_check_precision},
 };
 
 enum { N_CHECK = sizeof checks / sizeof checks[0] };

@@ -1,7 +1,9 @@
 /* Records of q8 and codes of activations, against the descriptions of the formats: a record says the same 64 weights as the
- * checkpoint's bytes and as ggml's block, and codes are what x / d rounds to.
+ * checkpoint's bytes, of compressed-tensors and of ModelOpt, and as ggml's block, and codes are what x / d rounds to.
  */
 #include "kernels/q8.h"
+#include "loader/checkpoint.h"
+#include "runtime/base/num.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -67,6 +69,60 @@ static void records_hold_the_checkpoint(void **unused) {
     }
 }
 
+/* ---- whole checkpoints, one of either naming ---- */
+
+typedef struct tally {
+    int32_t n_weight, n_divided, n_row;
+} tally;
+
+/* Each row as records: the file's bytes come back, and its numbers are those of docs/formats.md. */
+static ql_status rows_as_records(void *user, const ql_visit *v, ql_error *err) {
+    (void)err;
+    tally *t = user;
+    const ql_linear *l = v->linear;
+    if (!l || l->format != QL_FORMAT_NVFP4) {
+        return QL_OK;
+    }
+    size_t n_code = (size_t)l->k / 2, n_scale = (size_t)l->k / 16;
+    uint8_t *record = malloc((size_t)ql_q8_row_bytes(l->k)), *codes = malloc(n_code), *scales = malloc(n_scale);
+    for (int32_t row = 0; row < l->n; row++) {
+        const uint8_t *from = l->weight->data + (size_t)row * n_code, *scale = l->scale->data + (size_t)row * n_scale;
+        ql_q8_pack(from, scale, l->k, record);
+        ql_q8_unpack(record, l->k, codes, scales);
+        assert_memory_equal(codes, from, n_code);
+        assert_memory_equal(scales, scale, n_scale);
+        for (int32_t c = 0; c < l->k; c++) {
+            const uint8_t *r = record + c / 64 * 36;
+            float want = ql_f32_of_e2m1(file_code(from, c)) * ql_f32_of_e4m3(scale[c / 16]);
+            assert_true(ql_f32_of_e2m1(record_code(r, c % 64)) * ql_f32_of_e4m3(r[c % 64 / 16]) == want);
+        }
+        t->n_row++;
+    }
+    t->n_weight++;
+    t->n_divided += l->factor_divides;
+    free(record);
+    free(codes);
+    free(scales);
+    return QL_OK;
+}
+
+static void records_of_both_namings(void **unused) {
+    (void)unused;
+    static const char *const dirs[] = {"tests/data/micro-mixed", "tests/data/micro-nvfp4-modelopt"};
+    for (int i = 0; i < 2; i++) {
+        ql_error err = {0};
+        ql_checkpoint *c = NULL;
+        tally t = {0};
+        if (ql_checkpoint_open(&c, dirs[i], &err) != QL_OK) {
+            fail_msg("%s", err.text);
+        }
+        assert_int_equal(ql_checkpoint_each(c, c->has_mtp, rows_as_records, &t, &err), QL_OK);
+        ql_checkpoint_close(&c);
+        assert_true(t.n_weight > 10 && t.n_row > 1000);
+        assert_int_equal(t.n_divided, i == 0 ? t.n_weight : 0); /* compressed-tensors divides by its number */
+    }
+}
+
 static void ggml_blocks_convert(void **unused) {
     (void)unused;
     enum { N = 37 };
@@ -119,9 +175,8 @@ static void ends_of_the_range(void **unused) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(records_hold_the_checkpoint),
-        cmocka_unit_test(ggml_blocks_convert),
-        cmocka_unit_test(codes_are_the_nearest),
+        cmocka_unit_test(records_hold_the_checkpoint), cmocka_unit_test(records_of_both_namings),
+        cmocka_unit_test(ggml_blocks_convert),         cmocka_unit_test(codes_are_the_nearest),
         cmocka_unit_test(ends_of_the_range),
     };
     return cmocka_run_group_tests_name("q8", tests, NULL, NULL);
