@@ -84,11 +84,16 @@ static ql_weight weight[MAX_COPY];
 static int n_copy;
 static ql_linear_args lin;
 static const char *q8_kernel = ""; /* of precision q8, for names */
+static int together = 1;           /* weights that meet the same x in one call, as gate and up do */
 static const char *const precision_names[] = {"auto", "exact", "bf16", "fp8", "q8"};
 
 static void call_linear(int i) {
-    lin.w = &weight[i % n_copy];
-    rig_must(dev.ops->linear(&dev, &lin));
+    ql_linear_args a[2] = {lin, lin};
+    for (int j = 0; j < together; j++) {
+        a[j].w = &weight[(i * together + j) % n_copy];
+        a[j].y = lin.y + (int64_t)j * lin.n_row * lin.ldy;
+    }
+    rig_must(together == 1 ? dev.ops->linear(&dev, a) : dev.ops->linear_group(&dev, a, together));
 }
 
 /* Returns the seconds of the last number of rows, 0 where nothing was wanted. */
@@ -123,7 +128,7 @@ static double bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_sl
     }
     for (int i = 0; i < n_rows; i++) {
         int t = rows[i];
-        float *out = (int64_t)t * n > (int64_t)MAX_ROW * 34816 ? room((size_t)t * (size_t)n * 4) : y;
+        float *out = (int64_t)t * n > (int64_t)MAX_ROW * 34816 ? room((size_t)t * (size_t)n * 4) : y; /* never of two */
         lin = (ql_linear_args){.x = x,
                                .y = out,
                                .ldx = k,
@@ -140,8 +145,8 @@ static double bench_linear(ql_qformat format, int32_t n, int32_t k, int32_t n_sl
         last = s.median;
         snprintf(name, sizeof name, "linear.%s.%s.%s%s n%d k%d s%d t%d", ql_qformat_name(format),
                  phase ? "gen" : "prompt", precision_names[precision], q8_kernel, n, k, n_slice, t);
-        report(name, s, phase == QL_PHASE_GEN ? (double)(wb + sb) + 4.0 * t * (n + k) : 0,
-               phase == QL_PHASE_GEN ? 0 : 2.0 * t * n * k);
+        report(name, s, phase == QL_PHASE_GEN ? together * ((double)(wb + sb) + 4.0 * t * n) + 4.0 * t * k : 0,
+               phase == QL_PHASE_GEN ? 0 : 2.0 * together * t * n * k);
         if (out != y) {
             dev.ops->free(&dev, out);
         }
@@ -170,8 +175,8 @@ static void print_ratio(const int32_t shape[3], int t, const char *fast, double 
     }
 }
 
-/* MLP products of the 27B on two lanes and on one, one row and 512, by each kernel of precision q8. The ceilings are the
- * stream for one row and the rate of integer matrix products for many. */
+/* MLP products of the 27B on two lanes and on one, one row and 512, by each kernel of precision q8, and gate and up as one call that
+ * makes the codes of x once or for each. The ceilings are the stream for one row and the rate of integer matrix products for many. */
 static void bench_q8(void) {
     enum { REFERENCE, DP4A, WMMA, WIDE, N };
     static const struct {
@@ -204,6 +209,17 @@ static void bench_q8(void) {
         print_ratio(v, 512, "wide", rows[WIDE], "wmma", rows[WMMA]);
         print_ratio(v, 512, "wide", rows[WIDE], "reference", rows[REFERENCE]);
     }
+    together = 2;
+    for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s += 2) {
+        const int32_t *v = shapes[s];
+        for (int apart = 0; apart < 2; apart++) {
+            open_device(apart ? "shared_q8=off" : NULL);
+            q8_kernel = apart ? "-pair-apart" : "-pair";
+            bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], few, 1, QL_PHASE_GEN, QL_PREC_Q8);
+            bench_linear(QL_FORMAT_NVFP4, v[0], v[1], v[2], many, 1, QL_PHASE_PROMPT, QL_PREC_Q8);
+        }
+    }
+    together = 1;
     q8_kernel = "";
     open_device(NULL);
 }
