@@ -3,44 +3,6 @@
  */
 #include "kernels/cuda/attention.cuh"
 
-/* Lane l holds channels l + 32 i of a row. */
-__device__ void store_row(const struct ql_kv_cache &cache, void *to, void *scale, int64_t at, const float v[8],
-                          int lane) {
-    switch (cache.type) {
-    case QL_KV_F32:
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            ((float *)to)[at + lane + 32 * i] = v[i];
-        }
-        break;
-    case QL_KV_F16:
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            ((uint16_t *)to)[at + lane + 32 * i] = __half_as_ushort(__float2half_rn(v[i]));
-        }
-        break;
-    case QL_KV_BF16:
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            ((uint16_t *)to)[at + lane + 32 * i] = (uint16_t)(__float_as_uint(round_bf16(v[i])) >> 16);
-        }
-        break;
-    default:
-#pragma unroll
-        for (int g = 0; g < 4; g++) {
-            float s = fmaxf(warp_max(fmaxf(fabsf(v[2 * g]), fabsf(v[2 * g + 1]))), 0x1p-14f) / 448.0f;
-            uint16_t h = __half_as_ushort(__float2half_rn(s));
-            h += f32_of_f16(h) < s;
-            s = f32_of_f16(h);
-            ((uint8_t *)to)[at + 64 * g + lane] = (uint8_t)e4m3_of_f32(v[2 * g] / s);
-            ((uint8_t *)to)[at + 64 * g + 32 + lane] = (uint8_t)e4m3_of_f32(v[2 * g + 1] / s);
-            if (lane == 0) {
-                ((uint16_t *)scale)[at / FP8_GROUP + g] = h;
-            }
-        }
-    }
-}
-
 /* A warp a row and head: query heads, then key heads, then value heads. */
 __global__ void __launch_bounds__(256)
     prep_kernel(ql_batch b, struct ql_attn_prep_args a, struct ql_kv_cache cache, int64_t n) {
@@ -62,16 +24,15 @@ __global__ void __launch_bounds__(256)
         v[i] = x[lane + 32 * i];
     }
     if (!is_v) {
-        const float *w = is_q ? a.q_norm : a.k_norm, *rope = a.rope + (int64_t)pos * a.rotary;
-        float sum = 0.0f;
+        const float *from = is_q ? a.q_norm : a.k_norm, *rope = a.rope + (int64_t)pos * a.rotary;
+        float w[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            sum = fmaf(v[i], v[i], sum);
+            w[i] = from[lane + 32 * i];
         }
-        float scale = 1.0f / sqrtf(warp_sum(sum) / (float)D + a.eps);
+        norm_row(v, w, a.eps);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            v[i] = (v[i] * scale) * (1.0f + w[lane + 32 * i]);
             row[warp][lane + 32 * i] = v[i];
         }
         __syncwarp();
@@ -80,9 +41,9 @@ __global__ void __launch_bounds__(256)
         for (int i = 0; i < 8; i++) {
             int d = lane + 32 * i;
             if (d < half) {
-                v[i] = v[i] * rope[2 * d] - row[warp][d + half] * rope[2 * d + 1];
+                v[i] = rotate(v[i], -row[warp][d + half], rope[2 * d], rope[2 * d + 1]);
             } else if (d < a.rotary) {
-                v[i] = v[i] * rope[2 * (d - half)] + row[warp][d - half] * rope[2 * (d - half) + 1];
+                v[i] = rotate(v[i], row[warp][d - half], rope[2 * (d - half)], rope[2 * (d - half) + 1]);
             }
         }
     }
@@ -96,7 +57,13 @@ __global__ void __launch_bounds__(256)
     }
     int page = b.page[(int64_t)b.row_seg[t] * b.max_page + pos / QL_PAGE];
     int64_t at = cache_row(page, cache.n_kv_head, kv, pos);
-    store_row(cache, is_v ? cache.v : cache.k, is_v ? cache.v_scale : cache.k_scale, at, v, lane);
+    void *to = is_v ? cache.v : cache.k, *scale = is_v ? cache.v_scale : cache.k_scale;
+    switch (cache.type) {
+    case QL_KV_F32: store_row<QL_KV_F32>(to, scale, at, v, lane); break;
+    case QL_KV_F16: store_row<QL_KV_F16>(to, scale, at, v, lane); break;
+    case QL_KV_BF16: store_row<QL_KV_BF16>(to, scale, at, v, lane); break;
+    default: store_row<QL_KV_FP8>(to, scale, at, v, lane);
+    }
 }
 
 ql_status ql_attn_prep_cuda(ql_dev *dev, const ql_attn_prep_args *a) {

@@ -7,7 +7,8 @@
 
 #include "kernels/cuda/dev.cuh"
 
-enum { D = 256, HEADS = 8, MAX_CHUNK = 1024, FP8_GROUP = 64 };
+/* PART: floats of the partial result of a row, head and chunk: values, maximum, sum; [row][head][chunk] of them. */
+enum { D = 256, PART = D + 4, HEADS = 8, MAX_CHUNK = 1024, FP8_GROUP = 64 };
 
 /* Rows of one phase; n_row and n_head are positive. */
 ql_status ql_attention_prompt_cuda(ql_dev *dev, const ql_attention_args *a);
@@ -78,6 +79,57 @@ template <int TYPE> __device__ __forceinline__ float2 load2(const void *cache, c
     uint32_t u = ((const uint32_t *)((const uint16_t *)cache + at))[c];
     return TYPE == QL_KV_F16 ? make_float2(f32_of_f16((uint16_t)u), f32_of_f16((uint16_t)(u >> 16)))
                              : make_float2(f32_of_bf16(u & 0xffff), f32_of_bf16(u >> 16));
+}
+
+/* ---- what prep computes ------------------------------------------------------------------------------------------- */
+
+/* A row's norm by a warp; lane l holds channels l + 32 i, w their weights. */
+__device__ __forceinline__ void norm_row(float (&v)[8], const float (&w)[8], float eps) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        sum = fmaf(v[i], v[i], sum);
+    }
+    float scale = 1.0f / sqrtf(fmaf(warp_sum(sum), 1.0f / D, eps));
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        v[i] = (v[i] * scale) * (1.0f + w[i]);
+    }
+}
+
+/* A channel of the first half with minus its partner, or one of the second half with its partner. */
+__device__ __forceinline__ float rotate(float x, float partner, float cosine, float sine) {
+    return fmaf(x, cosine, __fmul_rn(partner, sine));
+}
+
+/* Element `at` on of keys or values becomes a row; lane l holds channels l + 32 i of it. `to` may be in shared memory. */
+template <int TYPE>
+__device__ __forceinline__ void store_row(void *to, void *scale, int64_t at, const float (&v)[8], int lane) {
+    if constexpr (TYPE == QL_KV_FP8) {
+#pragma unroll
+        for (int g = 0; g < 4; g++) {
+            float s = fmaxf(warp_max(fmaxf(fabsf(v[2 * g]), fabsf(v[2 * g + 1]))), 0x1p-14f) / 448.0f;
+            uint16_t h = __half_as_ushort(__float2half_rn(s));
+            h += f32_of_f16(h) < s;
+            s = f32_of_f16(h);
+            ((uint8_t *)to)[at + 64 * g + lane] = (uint8_t)e4m3_of_f32(v[2 * g] / s);
+            ((uint8_t *)to)[at + 64 * g + 32 + lane] = (uint8_t)e4m3_of_f32(v[2 * g + 1] / s);
+            if (lane == 0) {
+                ((uint16_t *)scale)[at / FP8_GROUP + g] = h;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (TYPE == QL_KV_F32) {
+                ((float *)to)[at + lane + 32 * i] = v[i];
+            } else {
+                uint32_t bf16 = __float_as_uint(round_bf16(v[i])) >> 16;
+                ((uint16_t *)to)[at + lane + 32 * i] =
+                    TYPE == QL_KV_F16 ? __half_as_ushort(__float2half_rn(v[i])) : (uint16_t)bf16;
+            }
+        }
+    }
 }
 
 /* ---- one chunk --------------------------------------------------------------------------------------------------- */

@@ -1,0 +1,306 @@
+/* Generated rows against F16 and FP8 caches on tensor cores: one step of 64 (F16) or 128 positions (FP8), by a block of 256 threads.
+ *
+ * Keys and values, without the FP8 scales, are exact in f16; q and the weights enter as two f16 parts of 11 bits each, so that the
+ * products are those of f32 to 2^-22. In both products the A operand's rows are 8 heads' first parts, then their second parts; lane
+ * 4 g + c works for head g. Of a step's positions a warp has an eighth for the scores; for the values it has 32 channels.
+ */
+#ifndef QL_KERNELS_CUDA_ATTENTION_MMA_CUH
+#define QL_KERNELS_CUDA_ATTENTION_MMA_CUH
+
+#include "kernels/cuda/attention.cuh"
+#include "kernels/cuda/mma.cuh"
+
+/* Two E4M3 codes, bytes 0 and 1 of b, as f16. */
+__device__ __forceinline__ uint32_t f16x2_of_e4m3(uint32_t b) {
+    uint32_t d;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(d) : "h"((uint16_t)b));
+#else
+    uint32_t t = __byte_perm(b, 0, 0x4140), v = ((t & 0x007f007fu) << 7) | ((t & 0x00800080u) << 8);
+    asm("mul.f16x2 %0,%1,%2;" : "=r"(d) : "r"(v), "r"(0x5c005c00u)); /* 2^8 */
+#endif
+    return d;
+}
+
+/* 8 and 4 channels as stored, and as f16 pairs without the FP8 scale. */
+template <int TYPE> struct stored;
+
+template <> struct stored<QL_KV_F16> {
+    typedef uint4 eight;
+    typedef uint2 four;
+    enum { BYTES = 2, PAGES = 1, GROUPS = 1 };
+    static __device__ __forceinline__ uint4 pairs(uint4 v) { return v; }
+    static __device__ __forceinline__ uint2 pairs(uint2 v) { return v; }
+};
+
+template <> struct stored<QL_KV_FP8> {
+    typedef uint2 eight;
+    typedef uint32_t four;
+    enum { BYTES = 1, PAGES = 2, GROUPS = D / FP8_GROUP };
+    static __device__ __forceinline__ uint4 pairs(uint2 v) {
+        return make_uint4(f16x2_of_e4m3(v.x), f16x2_of_e4m3(v.x >> 16), f16x2_of_e4m3(v.y), f16x2_of_e4m3(v.y >> 16));
+    }
+    static __device__ __forceinline__ uint2 pairs(uint32_t v) {
+        return make_uint2(f16x2_of_e4m3(v), f16x2_of_e4m3(v >> 16));
+    }
+};
+
+/* PAGES pages a step: 64 KB, more than a block computes on while as much arrives. */
+template <int TYPE> struct step_form : stored<TYPE> {
+    enum {
+        STEP = stored<TYPE>::PAGES * QL_PAGE,
+        ROW = D * stored<TYPE>::BYTES,
+        TILES = STEP / 64
+    }; /* tiles of 8 positions a warp */
+};
+
+/* A step's keys and values in shared memory. */
+template <int TYPE> struct step_slot {
+    typedef step_form<TYPE> form;
+    uint8_t k[form::STEP][form::ROW], v[form::STEP][form::ROW]; /* 16-byte pieces, swizzled by k_piece and v_piece */
+    uint2 k_scale[form::GROUPS > 1 ? form::STEP : 1],
+        v_scale[form::GROUPS > 1 ? form::STEP : 1]; /* f16 of four groups */
+};
+
+enum { Q_ROW = D / 4 + 1 }; /* pieces of a head, so that lanes which read at once read different banks */
+
+/* What the warps of a step tell each other. */
+template <int TYPE> struct step_work {
+    typedef step_form<TYPE> form;
+    uint4 q[HEADS][Q_ROW]; /* four channels each: first parts, second parts, of two; the same of the other two */
+    float back[HEADS];     /* what scores are multiplied with */
+    float p[form::GROUPS][HEADS][form::STEP + 4]; /* weights; FP8: times the value scale of each group of 64 channels */
+    float max[8][HEADS], sum[8][HEADS];           /* of each warp's positions */
+};
+
+/* Where a piece of a row lies, so that lanes which read at once read different banks: of keys, lanes 4 g + c read row g and
+ * 32 or 64 bytes side by side; of values, row 2 c and 32 bytes. */
+template <int TYPE> __device__ __forceinline__ int k_piece(int row, int piece) {
+    return piece ^ (TYPE == QL_KV_FP8 ? (row & 3) << 1 : (row & 1) << 2);
+}
+__device__ __forceinline__ int v_piece(int row, int piece) { return piece ^ (row >> 1 & 3) << 1; }
+
+/* x and y as f16 pairs: the nearest, and 2^11 times what that lost. */
+__device__ __forceinline__ void two_parts(float x, float y, uint32_t *hi, uint32_t *lo) {
+    __half2 h = __floats2half2_rn(x, y);
+    float2 f = __half22float2(h);
+    *hi = *(uint32_t *)&h;
+    *lo = pack_f16x2((x - f.x) * 2048.0f, (y - f.y) * 2048.0f);
+}
+
+/* q of a head, by a warp: lane l has channels 4 l .. 4 l + 3 in a and 128 more in b. */
+template <int TYPE>
+__device__ __forceinline__ void put_q(struct step_work<TYPE> &x, int head, float4 a, float4 b, int lane) {
+    float most = fmaxf(fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(a.z), fabsf(a.w))),
+                       fmaxf(fmaxf(fabsf(b.x), fabsf(b.y)), fmaxf(fabsf(b.z), fabsf(b.w))));
+    float back, up = scale_to_f16(warp_max(most), &back);
+    uint4 v, w;
+    two_parts(a.x * up, a.y * up, &v.x, &v.y);
+    two_parts(a.z * up, a.w * up, &v.z, &v.w);
+    two_parts(b.x * up, b.y * up, &w.x, &w.y);
+    two_parts(b.z * up, b.w * up, &w.z, &w.w);
+    x.q[head][lane] = v;
+    x.q[head][32 + lane] = w;
+    if (lane == 0) {
+        x.back[head] = back * 0.0625f;
+    }
+}
+
+/* The lane's part of all of q: channels 32 i + 8 c + 4 j .. + 3 of head g for step 2 i + j of the product. */
+template <int TYPE> __device__ __forceinline__ void take_q(const struct step_work<TYPE> &x, uint32_t (&q)[16][4]) {
+    int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        uint4 v = x.q[g][8 * (i / 2) + 2 * c + (i & 1)];
+        q[i][0] = v.x, q[i][1] = v.y, q[i][2] = v.z, q[i][3] = v.w;
+    }
+}
+
+/* Result of a step: of head g its largest score, the sum of weights relative to that, and sums of weighted values, o[i][e] for channel
+ * 32 warp + 4 (2 c + e) + i. */
+struct step_result {
+    float top, sum, o[4][2];
+};
+
+/* The first n positions of a slot; n > 0, values behind them are 0. All 256 threads; keys are there for all of them, and values are
+ * once each has called values_here() and they have met. */
+template <int TYPE, typename HERE>
+__device__ __forceinline__ struct step_result do_step(struct step_work<TYPE> &x, const struct step_slot<TYPE> &in,
+                                                      const uint32_t (&q)[16][4], float back, int n, HERE values_here) {
+    typedef step_form<TYPE> form;
+    constexpr bool FP8 = TYPE == QL_KV_FP8;
+    constexpr int TILES = form::TILES;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+    /* scores of positions 8 (TILES warp + t) + 2 c + e */
+    float s[TILES][2];
+    uint2 v_scale[TILES][2] = {};
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        const uint8_t *k = in.k[8 * (TILES * warp + t) + g];
+        float acc[2][4] = {};
+        s[t][0] = s[t][1] = 0.0f;
+        int column = 8 * (TILES * warp + t) + 2 * c;
+        uint2 k_scale[2] = {};
+#pragma unroll
+        for (int e = 0; e < 2 && FP8; e++) {
+            if (column + e < n) {
+                k_scale[e] = in.k_scale[column + e];
+                v_scale[t][e] = in.v_scale[column + e];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            constexpr int PER = 16 / sizeof(typename form::eight);
+            int at = 16 * k_piece<TYPE>(g, (4 * i + c) / PER) + (4 * i + c) % PER * 8;
+            uint4 kk = form::pairs(*(const typename form::eight *)(k + at));
+            float *to = acc[FP8 ? i >> 1 & 1 : i & 1];
+            mma_f16(to, q[2 * i], kk.x, kk.y);
+            mma_f16(to, q[2 * i + 1], kk.z, kk.w);
+            if (FP8 && (i & 1)) { /* 64 channels: their scale at the column's position */
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    uint32_t two = i < 4 ? k_scale[e].x : k_scale[e].y;
+                    float f = f32_of_f16((uint16_t)(i & 2 ? two >> 16 : two));
+                    s[t][e] = fmaf(fmaf(to[2 + e], 1.0f / 2048.0f, to[e]), f, s[t][e]);
+                    to[e] = to[2 + e] = 0.0f;
+                }
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float w = FP8 ? s[t][e] : fmaf(acc[0][2 + e] + acc[1][2 + e], 1.0f / 2048.0f, acc[0][e] + acc[1][e]);
+            s[t][e] = column + e < n ? w * back : -INFINITY;
+        }
+    }
+    float top = -INFINITY;
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        top = fmaxf(top, fmaxf(s[t][0], s[t][1]));
+    }
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    if (c == 0) {
+        x.max[warp][g] = top;
+    }
+    values_here();
+    __syncthreads();
+    top = x.max[0][g];
+#pragma unroll
+    for (int w = 1; w < 8; w++) {
+        top = fmaxf(top, x.max[w][g]);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        float2 w = make_float2(expf(s[t][0] - top), expf(s[t][1] - top));
+        sum += w.x + w.y;
+#pragma unroll
+        for (int j = 0; j < form::GROUPS; j++) {
+            float2 f = make_float2(1.0f, 1.0f);
+            if (FP8) {
+                uint32_t two0 = j < 2 ? v_scale[t][0].x : v_scale[t][0].y,
+                         two1 = j < 2 ? v_scale[t][1].x : v_scale[t][1].y;
+                f = make_float2(f32_of_f16((uint16_t)(j & 1 ? two0 >> 16 : two0)),
+                                f32_of_f16((uint16_t)(j & 1 ? two1 >> 16 : two1)));
+            }
+            *(float2 *)&x.p[j][g][8 * (TILES * warp + t) + 2 * c] = make_float2(w.x * f.x, w.y * f.y);
+        }
+    }
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (c == 0) {
+        x.sum[warp][g] = sum;
+    }
+    __syncthreads();
+    sum = x.sum[0][g];
+#pragma unroll
+    for (int w = 1; w < 8; w++) {
+        sum += x.sum[w][g];
+    }
+    /* column g of tile i: channel 32 warp + 4 g + i */
+    float acc[4][4] = {};
+    const float *weight = x.p[FP8 ? warp / 2 : 0][g];
+#pragma unroll
+    for (int i = 0; i < form::STEP / 16; i++) {
+        if (QL_PAGE * (i / 4) < n) {
+            float2 w0 = *(const float2 *)(weight + 16 * i + 2 * c), w1 = *(const float2 *)(weight + 16 * i + 2 * c + 8);
+            uint32_t w[4];
+            two_parts(w0.x, w0.y, &w[0], &w[1]);
+            two_parts(w1.x, w1.y, &w[2], &w[3]);
+            uint2 v[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) { /* positions 2 c, 2 c + 1, 2 c + 8, 2 c + 9 */
+                constexpr int PER = 16 / sizeof(typename form::four);
+                int p = 16 * i + 2 * c + (e & 1) + 8 * (e >> 1), unit = 8 * warp + g;
+                v[e] = form::pairs(
+                    *(const typename form::four *)(in.v[p] + 16 * v_piece(p, unit / PER) + unit % PER * (16 / PER)));
+            }
+            mma_f16(acc[0], w, __byte_perm(v[0].x, v[1].x, 0x5410), __byte_perm(v[2].x, v[3].x, 0x5410));
+            mma_f16(acc[1], w, __byte_perm(v[0].x, v[1].x, 0x7632), __byte_perm(v[2].x, v[3].x, 0x7632));
+            mma_f16(acc[2], w, __byte_perm(v[0].y, v[1].y, 0x5410), __byte_perm(v[2].y, v[3].y, 0x5410));
+            mma_f16(acc[3], w, __byte_perm(v[0].y, v[1].y, 0x7632), __byte_perm(v[2].y, v[3].y, 0x7632));
+        }
+    }
+    struct step_result r = {top, sum, {}};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            r.o[i][e] = fmaf(acc[i][2 + e], 1.0f / 2048.0f, acc[i][e]);
+        }
+    }
+    return r;
+}
+
+/* Running result of head g over the steps of a chunk, in order. */
+struct chunk_result {
+    float max = 0.0f, sum = 0.0f, o[4][2] = {};
+
+    __device__ __forceinline__ void add(bool first, const struct step_result &r) {
+        float top = first ? r.top : fmaxf(max, r.top);
+        float old_part = first ? 0.0f : expf(max - top), new_part = expf(r.top - top);
+        max = top;
+        sum = fmaf(sum, old_part, r.sum * new_part);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                o[i][e] = fmaf(o[i][e], old_part, r.o[i][e] * new_part);
+            }
+        }
+    }
+
+    /* To the partial results of the head and chunk. */
+    __device__ __forceinline__ void store(float *to) const {
+        int warp = threadIdx.x >> 5, c = threadIdx.x & 3;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            *(float4 *)(to + 32 * warp + 4 * (2 * c + e)) = make_float4(o[0][e], o[1][e], o[2][e], o[3][e]);
+        }
+        if (warp == 0 && c == 0) {
+            *(float2 *)(to + D) = make_float2(max, sum);
+        }
+    }
+};
+
+/* A block's way through its chunks, a step at a time: chunks i, i + stride, .. up to the one of `pos`. `whole`: chunks of `whole`
+ * positions all along, 0: those of attention.cuh. */
+struct walk {
+    int chunk, at, end; /* positions [at, end) of the chunk are left */
+
+    __device__ __forceinline__ void enter(int i, int pos, int whole) {
+        chunk = i;
+        int begin = whole ? i * whole : chunk_begin(i);
+        at = begin <= pos ? begin : 0;
+        end = begin <= pos ? min(whole ? begin + whole : chunk_begin(i + 1), pos + 1) : 0;
+    }
+    __device__ __forceinline__ bool more() const { return at < end; }
+    __device__ __forceinline__ void advance(int step, int stride, int pos, int whole) {
+        at += step;
+        if (at >= end) {
+            enter(chunk + stride, pos, whole);
+        }
+    }
+};
+
+#endif
