@@ -184,7 +184,7 @@ FUZZ := $(REPLAY:$(B)/replay/%=$(B)/fuzz/%)
 BENCH := $(patsubst bench/%.c,$(B)/%,$(sort $(wildcard bench/*.c)))
 EXAMPLES := $(patsubst examples/%.c,$(B)/examples/%,$(sort $(wildcard examples/*.c)))
 KCHECK := $(patsubst tests/%.c,$(B)/%,$(wildcard tests/kcheck.c))
-GPU := $(if $(HAVE_CUDA),$(B)/gpu/gate $(B)/gpu/collectives $(B)/gpu/chain $(B)/gpu/fused $(B)/gpu/lanes)
+GPU := $(if $(HAVE_CUDA),$(B)/gpu/gate $(B)/gpu/collectives $(B)/gpu/attend $(B)/gpu/chain $(B)/gpu/fused $(B)/gpu/lanes)
 
 comma := ,
 define link
@@ -200,7 +200,7 @@ $(MODEL): $(B)/model/%: $(B)/obj/tests/model/%.o $(B)/libhelp.a $(B)/libqlane.a
 $(KCHECK): $(B)/%: $(B)/obj/tests/%.o $(B)/libhelp.a $(B)/libqlane.a
 	$(call link,$(if $(filter memory,$(SAN)),-lz -lm -pthread,$(LIBS)))
 $(B)/gpu/gate: $(B)/obj/tests/gpu/gate_life.o
-$(B)/gpu/chain $(B)/gpu/fused $(B)/gpu/lanes $(B)/gpu/kbench: $(B)/obj/tests/gpu/rig.o
+$(B)/gpu/attend $(B)/gpu/chain $(B)/gpu/fused $(B)/gpu/lanes $(B)/gpu/kbench: $(B)/obj/tests/gpu/rig.o
 $(B)/gpu/kbench: $(B)/obj/tests/gpu/kbench.o $(B)/libqlane.a
 	$(call link,$(LIBS))
 $(GPU): $(B)/gpu/%: $(B)/obj/tests/gpu/%.o $(B)/libhelp.a $(B)/libqlane.a

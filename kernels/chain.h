@@ -7,11 +7,12 @@
  *
  * The result is bit for bit that of the ops one by one, with one difference: what an op of the run hands to a later op of the
  * same run need not reach memory (the normed row, gate and up, raw convolution inputs, the recurrence's output before its
- * norm, a lane's own part of a sum). Residual stream, states, caches and the outputs that nothing in the run consumes are always written.
+ * norm, queries, a lane's own part of a sum). Residual stream, states, caches and the outputs that nothing in the run consumes are always written.
  */
 #ifndef QL_KERNELS_CHAIN_H
 #define QL_KERNELS_CHAIN_H
 
+#include "kernels/attention.h"
 #include "kernels/gdn.h"
 #include "kernels/linear.h"
 #include "kernels/mlp.h"
@@ -24,6 +25,8 @@ typedef enum ql_op_kind {
     QL_OP_GDN,
     QL_OP_GATED_NORM,
     QL_OP_SWIGLU,
+    QL_OP_ATTN_PREP,
+    QL_OP_ATTENTION,
     QL_OP_EXCHANGE,
     QL_OP_SOON /* computes nothing: a weight that the op after the list's end is followed by, to be fetched ahead */
 } ql_op_kind;
@@ -51,6 +54,8 @@ typedef struct ql_op {
         ql_gdn_args gdn;
         ql_gated_norm_args gated_norm;
         ql_swiglu_args swiglu;
+        ql_attn_prep_args attn_prep;
+        ql_attention_args attention;
         ql_exchange_args exchange;
         const ql_weight *soon;
     } u;

@@ -5,7 +5,7 @@
 #     tools/gpu-test.sh [BUILD [STEP...]]
 #
 # BUILD (default build) holds what `make gpu` built, or only its gpu.tar.gz, which is unpacked where it is newer: nothing is
-# compiled here. Steps are check, kcheck, chain, fused, lanes, memcheck, racecheck, initcheck, synccheck, sanitize, gate, 27b and collectives,
+# compiled here. Steps are check, kcheck, attend, chain, fused, lanes, memcheck, racecheck, initcheck, synccheck, sanitize, gate, 27b and collectives,
 # all by default. check is bound by the host and runs beside those that follow it, up to gate, 27b and collectives, which want the
 # GPUs for themselves. With one GPU the tests of more lanes are skipped and counted as that. Logs go to $OUT or BUILD/gpu-logs.
 #
@@ -26,7 +26,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 dir=${1:-build}
 shift $(($# > 0))
-steps=${*:-check kcheck chain fused lanes memcheck racecheck initcheck synccheck sanitize gate 27b collectives}
+steps=${*:-check kcheck attend chain fused lanes memcheck racecheck initcheck synccheck sanitize gate 27b collectives}
 out=${OUT:-$dir/gpu-logs}
 limit=${LIMIT:-900}
 mkdir -p "$out" || exit 1
@@ -294,11 +294,11 @@ for step in $steps; do
         check=$!
         ;;
     gate | 27b | collectives) finish_check && "run_$step" ;;
-    chain | fused | lanes) run_counted "$step" ;;
+    attend | chain | fused | lanes) run_counted "$step" ;;
     kcheck | sanitize) "run_$step" ;;
     memcheck | racecheck | initcheck | synccheck) run_tool "$step" ;;
     *)
-        echo "gpu-test: unknown step $step; there are check, kcheck, chain, fused, lanes, memcheck, racecheck, initcheck, synccheck," \
+        echo "gpu-test: unknown step $step; there are check, kcheck, attend, chain, fused, lanes, memcheck, racecheck, initcheck, synccheck," \
             "sanitize, gate, 27b, collectives" >&2
         exit 2
         ;;

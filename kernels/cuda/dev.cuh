@@ -122,6 +122,8 @@ ql_status ql_conv_cuda(ql_dev *dev, const ql_conv_args *a);
 ql_status ql_gdn_cuda(ql_dev *dev, const ql_gdn_args *a);
 ql_status ql_attn_prep_cuda(ql_dev *dev, const ql_attn_prep_args *a);
 ql_status ql_attention_cuda(ql_dev *dev, const ql_attention_args *a);
+/* Both ops of a few generated rows in one launch, where there is a kernel for them; else *served is false and nothing done. */
+ql_status ql_attention_few_cuda(ql_dev *dev, const ql_attn_prep_args *p, const ql_attention_args *a, bool *served);
 ql_status ql_linear_cuda(ql_dev *dev, const ql_linear_args *a);
 ql_status ql_linear_group_cuda(ql_dev *dev, const ql_linear_args *a, int32_t n);
 ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken);

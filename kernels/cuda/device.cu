@@ -475,8 +475,26 @@ static ql_phase phase_of(const ql_op *op, int32_t n) {
     return QL_PHASE_GEN;
 }
 
+/* attn_prep and the attention behind it. */
+static ql_status take_attention(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken) {
+    bool served = false;
+    *taken = 0;
+    if (n > 1 && op[1].kind == QL_OP_ATTENTION && !cuda(dev)->no_chain) {
+        QL_TRY(ql_attention_few_cuda(dev, &op[0].u.attn_prep, &op[1].u.attention, &served));
+    }
+    if (served) {
+        begin_op(dev, QL_PATH_ATTN_PREP);
+        begin_op(dev, QL_PATH_ATTN_GEN);
+        *taken = 2;
+    }
+    return QL_OK;
+}
+
 /* The ops that it takes count as if they had run alone. */
 static ql_status op_chain(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken) {
+    if (op->kind == QL_OP_ATTN_PREP) {
+        return take_attention(dev, op, n, taken);
+    }
     ql_phase phase = phase_of(op, n);
     QL_TRY(phase == QL_PHASE_GEN ? ql_chain_cuda(dev, op, n, taken)
            : cuda(dev)->no_chain ? (*taken = 0, QL_OK)
@@ -494,6 +512,8 @@ static ql_status op_chain(ql_dev *dev, const ql_op *op, int32_t n, int32_t *take
         case QL_OP_GATED_NORM: begin_op(dev, QL_PATH_GATED_NORM); break;
         case QL_OP_SWIGLU: begin_op(dev, QL_PATH_SWIGLU); break;
         case QL_OP_EXCHANGE: begin_op(dev, QL_PATH_EXCHANGE); break;
+        case QL_OP_ATTN_PREP:
+        case QL_OP_ATTENTION: /* of no such run */
         case QL_OP_SOON: break;
         }
     }

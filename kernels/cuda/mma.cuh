@@ -73,6 +73,16 @@ __device__ __forceinline__ void copy_async4(void *shared, const void *global) {
 #endif
 }
 
+/* The same for 8. */
+__device__ __forceinline__ void copy_async8(void *shared, const void *global) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t s = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(s), "l"(global) : "memory");
+#else
+    *(uint2 *)shared = *(const uint2 *)global;
+#endif
+}
+
 /* The same for 16, or zeros. */
 __device__ __forceinline__ void copy_async16_or_zero(void *shared, const void *global, bool real) {
 #if __CUDA_ARCH__ >= 800

@@ -44,6 +44,8 @@ static ql_status run_op(ql_model *m, const ql_op *op) {
     case QL_OP_GDN: return ops->gdn(m->dev, &op->u.gdn) == QL_OK ? QL_OK : failed(m, "gdn");
     case QL_OP_GATED_NORM: return ops->gated_norm(m->dev, &op->u.gated_norm) == QL_OK ? QL_OK : failed(m, "gated_norm");
     case QL_OP_SWIGLU: return ops->swiglu(m->dev, &op->u.swiglu) == QL_OK ? QL_OK : failed(m, "swiglu");
+    case QL_OP_ATTN_PREP: return ops->attn_prep(m->dev, &op->u.attn_prep) == QL_OK ? QL_OK : failed(m, "attn_prep");
+    case QL_OP_ATTENTION: return ops->attention(m->dev, &op->u.attention) == QL_OK ? QL_OK : failed(m, "attention");
     case QL_OP_EXCHANGE: return m->comm->reduce(m->comm, op->u.exchange.src, op->u.exchange.dst, op->u.exchange.n);
     case QL_OP_SOON: return QL_OK;
     }
@@ -237,31 +239,31 @@ static ql_status attention_mixer(ql_model *m, const ql_batch *b, const ql_layer_
     QL_TRY(column_parallel(m, b, ws->xn, 3, (const ql_weight *const[]){&w->q, &w->k, &w->v},
                            (float *const[]){ws->qg, ws->k, ws->v}));
     QL_TRY(emit(m, (ql_op){.kind = QL_OP_SOON, .u.soon = &w->o}));
-    QL_TRY(flush(m));
-    OP(m, attn_prep,
-       (ql_attn_prep_args){.batch = b,
-                           .qg = ws->qg,
-                           .k = ws->k,
-                           .v = ws->v,
-                           .q_norm = w->q_norm,
-                           .k_norm = w->k_norm,
-                           .rope = m->rope,
-                           .q = ws->q,
-                           .cache = &w->cache,
-                           .n_head = m->shape.n_head,
-                           .rotary = m->config->rotary_dim,
-                           .eps = m->config->rms_eps});
-    OP(m, attention,
-       (ql_attention_args){.batch = b,
-                           .q = ws->q,
-                           .qg = ws->qg,
-                           .cache = &w->cache,
-                           .o = ws->q,
-                           .n_head = m->shape.n_head,
-                           .head0 = m->shard.q0,
-                           .kv_head0 = m->shard.kv0,
-                           .group = m->config->n_head / m->config->n_kv_head,
-                           .precision = precision_of(m, b->phase)});
+    QL_TRY(emit(m, (ql_op){.kind = QL_OP_ATTN_PREP,
+                           .u.attn_prep = {.batch = b,
+                                           .qg = ws->qg,
+                                           .k = ws->k,
+                                           .v = ws->v,
+                                           .q_norm = w->q_norm,
+                                           .k_norm = w->k_norm,
+                                           .rope = m->rope,
+                                           .q = ws->q,
+                                           .cache = &w->cache,
+                                           .n_head = m->shape.n_head,
+                                           .rotary = m->config->rotary_dim,
+                                           .eps = m->config->rms_eps}}));
+    QL_TRY(emit(m, (ql_op){.kind = QL_OP_ATTENTION,
+                           .u.attention = {.batch = b,
+                                           .q = ws->q,
+                                           .qg = ws->qg,
+                                           .cache = &w->cache,
+                                           .o = ws->q,
+                                           .n_head = m->shape.n_head,
+                                           .head0 = m->shard.q0,
+                                           .kv_head0 = m->shard.kv0,
+                                           .group = m->config->n_head / m->config->n_kv_head,
+                                           .precision = precision_of(m, b->phase)}}));
+    QL_TRY(flush(m)); /* what comes behind is a list of its own */
     return row_parallel(m, b, &w->o, ws->q, ws->delta, mark, QL_TIME_ATTENTION);
 }
 
@@ -441,19 +443,23 @@ static ql_status compute(ql_model *m, const ql_step *step, const ql_batch *b, in
 
 /* ---- recorded steps ------------------------------------------------------------------------------------------- */
 
-/* A generation step's launches depend on its row count and candidate count alone; all else is in device memory. So each
- * such shape is recorded once and replayed. It runs plainly the first time, when the device may still load code. */
+/* A generation step's launches depend on its row count, its candidate count and the ctx of its batch alone; all else is in device
+ * memory. So each such shape is recorded once and replayed. It runs plainly the first time, when the device may still load
+ * code. */
 static ql_status run_recorded(ql_model *m, const ql_step *step, const ql_batch *b, int64_t *mark) {
     const ql_ops *ops = m->dev->ops;
     ql_recording *r = NULL;
     for (int32_t i = 0; i < m->n_recording && !r; i++) {
-        r = m->recording[i].n_row == step->n_row && m->recording[i].k_cap == step->k_cap ? &m->recording[i] : NULL;
+        r = m->recording[i].n_row == step->n_row && m->recording[i].k_cap == step->k_cap &&
+                    m->recording[i].ctx == b->ctx
+                ? &m->recording[i]
+                : NULL;
     }
     if (!r) {
         int32_t i = m->n_recording < QL_MAX_RECORDINGS ? m->n_recording++ : m->next_recording++ % QL_MAX_RECORDINGS;
         r = &m->recording[i];
         ops->graph_free(m->dev, r->graph);
-        *r = (ql_recording){.n_row = step->n_row, .k_cap = step->k_cap};
+        *r = (ql_recording){.n_row = step->n_row, .k_cap = step->k_cap, .ctx = b->ctx};
         return compute(m, step, b, mark);
     }
     if (!r->graph) {
@@ -476,6 +482,16 @@ static ql_status run_recorded(ql_model *m, const ql_step *step, const ql_batch *
     return ops->graph_launch(m->dev, r->graph);
 }
 
+/* ctx of the step's batch. */
+static int32_t ctx_of(const ql_model *m, const ql_step *step) {
+    const int32_t *pos = (const int32_t *)(const void *)(step->block + m->layout.row_pos);
+    bool all_short = true;
+    for (int32_t i = 0; i < step->n_row; i++) {
+        all_short = all_short && pos[i] < QL_SHORT_CTX;
+    }
+    return all_short ? QL_SHORT_CTX : 0;
+}
+
 ql_status ql_model_step(ql_model *m, const ql_step *step) {
     ql_workspace *ws = &m->ws;
     const ql_step_layout *at = &m->layout;
@@ -485,6 +501,7 @@ ql_status ql_model_step(ql_model *m, const ql_step *step) {
         .n_row = step->n_row,
         .n_seg = step->n_seg,
         .max_page = ql_model_max_page(&m->limits),
+        .ctx = ctx_of(m, step),
         .row_seg = (const int32_t *)(in + at->row_seg),
         .row_pos = (const int32_t *)(in + at->row_pos),
         .seg_row = (const int32_t *)(in + at->seg_row),

@@ -1,0 +1,256 @@
+/* attn_prep and attention as a list give the bits of the two one by one: results, and the pages that they write, at positions around
+ * every edge of the kernels, of one to four rows; and the time of both.
+ *
+ *     attend [ROUNDS [HEADS]]         HEADS: only the shape of so many query heads
+ */
+#include "tests/gpu/rig.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { D = 256, MAX_ROW = 4, MAX_CTX = 16384, PAGES = MAX_CTX / 64, ROTARY = 64, MAX_HEAD = 24 };
+
+static ql_dev dev;
+static ql_op op[2];
+static bool as_list;
+
+static int n_taken; /* lists that were run as one */
+
+static void call(int i) {
+    (void)i;
+    int32_t taken = 0;
+    if (as_list) {
+        rig_must(dev.ops->chain(&dev, op, 2, &taken));
+        n_taken += taken == 2;
+    }
+    rig_one_by_one(&dev, op + taken, 2 - taken);
+}
+
+/* What a segment's rows may change of keys, values and their scales: a few pages. */
+struct pages {
+    uint8_t *bytes;
+    size_t n;
+};
+
+/* Copies the pages of positions first .. last of every side to the host, or back. */
+static void move_pages(const ql_kv_cache *c, const int32_t *page, int32_t first, int32_t last, struct pages *p,
+                       bool back) {
+    size_t elem = c->type == QL_KV_FP8 ? 1 : 2, side = (size_t)c->n_kv_head * 64 * D * elem,
+           scale = (size_t)c->n_kv_head * 64 * 8;
+    p->n = 0;
+    for (int32_t i = first / 64; i <= last / 64; i++) {
+        void *const from[4] = {c->k, c->v, c->k_scale, c->v_scale};
+        for (int s = 0; s < 4; s++) {
+            size_t bytes = s < 2 ? side : scale;
+            if (from[s]) {
+                uint8_t *at = (uint8_t *)from[s] + (size_t)page[i] * bytes;
+                if (back) {
+                    rig_put(&dev, at, p->bytes + p->n, bytes);
+                } else {
+                    rig_fetch(&dev, p->bytes + p->n, at, bytes);
+                }
+                p->n += bytes;
+            }
+        }
+    }
+}
+
+static uint64_t *sound_bytes(size_t n, uint64_t mask) { /* small numbers of f16 or E4M3 */
+    uint64_t *p = malloc(n);
+    for (size_t i = 0; i < n / 8; i++) {
+        p[i] = rig_next() & mask;
+    }
+    return p;
+}
+
+int main(int argc, char **argv) {
+    int rounds = argc > 1 ? atoi(argv[1]) : 3, only = argc > 2 ? atoi(argv[2]) : 0, bad = 0, passed = 0, skipped = 0;
+    ql_cuda_device info = rig_info();
+    if (info.major != 9) {
+        printf("attend: 0 passed, 0 failed, 1 skipped (compute capability %d.%d has no such lists)\n", info.major,
+               info.minor);
+        return 0;
+    }
+    ql_shape shape = {.hidden = 512,
+                      .vocab = 1024,
+                      .vocab_local = 1024,
+                      .n_head = MAX_HEAD,
+                      .n_kv_head = 4,
+                      .n_key_head = 1,
+                      .n_value_head = 1,
+                      .mlp = 512,
+                      .max_row = 64,
+                      .max_seg = MAX_ROW,
+                      .max_out = MAX_ROW,
+                      .max_ctx = MAX_CTX};
+    rig_open(&dev, NULL, &shape);
+    static const struct { int32_t head, kv, group; } heads[] = {{24, 4, 6}, {4, 2, 2}, {8, 1, 8}, {1, 1, 1}};
+    /* rows: of each segment, and its first position */
+    static const struct {
+        int32_t segs, len[MAX_ROW], pos[MAX_ROW];
+    } batches[] = {{1, {1}, {0}},
+                   {1, {1}, {63}},
+                   {1, {1}, {64}},
+                   {1, {1}, {127}},
+                   {1, {1}, {200}},
+                   {1, {1}, {511}},
+                   {1, {1}, {512}},
+                   {1, {1}, {575}},
+                   {1, {1}, {1023}},
+                   {1, {1}, {1024}},
+                   {2, {1, 1}, {7, 1000}},
+                   {2, {1, 1}, {7, 8192}},
+                   {3, {1, 1, 1}, {600, 0, 1023}},
+                   {4, {1, 1, 1, 1}, {511, 1010, 64, 3}},
+                   {1, {2}, {0}},
+                   {1, {2}, {575}},
+                   {1, {4}, {62}},
+                   {1, {4}, {126}},
+                   {1, {4}, {1020}},
+                   {1, {4}, {1022}},
+                   {2, {3, 1}, {510, 1023}}};
+    size_t side = (size_t)PAGES * 4 * 64 * D * 2;
+    uint64_t *random = sound_bytes(side + 1024, 0xb7b7b7b7b7b7b7b7u),
+             *scales = sound_bytes((size_t)PAGES * 4 * 64 * 8, 0x2fff2fff2fff2fffu);
+    void *k = rig_copy(&dev, random, side), *v = rig_copy(&dev, random + 77, side),
+         *ks = rig_copy(&dev, scales, (size_t)PAGES * 4 * 64 * 8),
+         *vs = rig_copy(&dev, scales, (size_t)PAGES * 4 * 64 * 8);
+    float *qg = rig_floats(&dev, MAX_ROW * MAX_HEAD * 2 * D, 2.0f, 0.0f),
+          *kk = rig_floats(&dev, (MAX_ROW * 4 + 32) * D, 1.0f, 0.0f),
+          *vv = rig_floats(&dev, (MAX_ROW * 4 + 32) * D, 1.0f, 0.0f), *norm = rig_floats(&dev, 2 * D, 0.5f, 0.0f),
+          *rope = rig_floats(&dev, (size_t)MAX_CTX * ROTARY, 1.0f, 0.0f),
+          *q = rig_room(&dev, MAX_ROW * MAX_HEAD * D * 4);
+    static int32_t page[MAX_ROW][PAGES], row_seg[MAX_ROW], row_pos[MAX_ROW], seg_row[MAX_ROW + 1];
+    int32_t *page_at = rig_room(&dev, sizeof page), *row_seg_at = rig_room(&dev, sizeof row_seg),
+            *row_pos_at = rig_room(&dev, sizeof row_pos), *seg_row_at = rig_room(&dev, sizeof seg_row),
+            *seg_pos_at = rig_room(&dev, sizeof row_pos);
+    size_t o_bytes = MAX_ROW * MAX_HEAD * D * 4, page_bytes = (size_t)4 * 64 * D * 2 * 2 * 3;
+    uint8_t *want = malloc(o_bytes), *got = malloc(o_bytes);
+    struct pages before[MAX_ROW], after[MAX_ROW], after_list[MAX_ROW];
+    for (int s = 0; s < MAX_ROW; s++) {
+        before[s].bytes = malloc(page_bytes);
+        after[s].bytes = malloc(page_bytes);
+        after_list[s].bytes = malloc(page_bytes);
+        for (int32_t i = 0; i < PAGES;
+             i++) { /* in no order; several sequences go nowhere where two would share a page */
+            int32_t n = i < PAGES / 4 ? 4 * i + s : (i - PAGES / 4) / 3 * 4 + 1 + (i - PAGES / 4) % 3;
+            page[s][i] = n * 769 % PAGES;
+        }
+    }
+    rig_put(&dev, page_at, page, sizeof page);
+    for (int type = QL_KV_F16; type <= QL_KV_FP8; type += QL_KV_FP8 - QL_KV_F16) {
+        for (size_t h = 0; h < sizeof heads / sizeof *heads; h++) {
+            if (only && heads[h].head != only) {
+                continue;
+            }
+            ql_kv_cache cache = {.type = (ql_kv_type)type, .n_page = PAGES, .n_kv_head = heads[h].kv, .k = k, .v = v};
+            if (type == QL_KV_FP8) {
+                cache.k_scale = ks;
+                cache.v_scale = vs;
+            }
+            for (size_t i = 0; i < sizeof batches / sizeof *batches; i++) {
+                int32_t rows = 0, segs = batches[i].segs, ctx = QL_SHORT_CTX;
+                for (int32_t s = 0; s < segs; s++) {
+                    seg_row[s] = rows;
+                    for (int32_t r = 0; r < batches[i].len[s]; r++) {
+                        row_seg[rows] = s;
+                        ctx = batches[i].pos[s] + r < QL_SHORT_CTX ? ctx : 0;
+                        row_pos[rows++] = batches[i].pos[s] + r;
+                    }
+                }
+                seg_row[segs] = rows;
+                rig_put(&dev, row_seg_at, row_seg, sizeof row_seg);
+                rig_put(&dev, row_pos_at, row_pos, sizeof row_pos);
+                rig_put(&dev, seg_row_at, seg_row, sizeof seg_row);
+                rig_put(&dev, seg_pos_at, batches[i].pos, sizeof row_pos);
+                ql_batch batch = {.phase = QL_PHASE_GEN,
+                                  .n_row = rows,
+                                  .n_seg = segs,
+                                  .max_page = PAGES,
+                                  .ctx = ctx,
+                                  .row_seg = row_seg_at,
+                                  .row_pos = row_pos_at,
+                                  .seg_row = seg_row_at,
+                                  .seg_pos = seg_pos_at,
+                                  .page = page_at};
+                op[0] = (ql_op){.kind = QL_OP_ATTN_PREP,
+                                .u.attn_prep = {.batch = &batch,
+                                                .qg = qg,
+                                                .k = kk + i * D, /* other numbers than were written before */
+                                                .v = vv + i * D,
+                                                .q_norm = norm,
+                                                .k_norm = norm + D,
+                                                .rope = rope,
+                                                .q = q,
+                                                .cache = &cache,
+                                                .n_head = heads[h].head,
+                                                .rotary = ROTARY,
+                                                .eps = 1e-6f}};
+                op[1] = (ql_op){.kind = QL_OP_ATTENTION,
+                                .u.attention = {.batch = &batch,
+                                                .q = q,
+                                                .qg = qg,
+                                                .cache = &cache,
+                                                .o = q,
+                                                .n_head = heads[h].head,
+                                                .group = heads[h].group,
+                                                .precision = QL_PREC_EXACT}};
+                size_t bytes = (size_t)rows * (size_t)heads[h].head * D * 4;
+                int wrong = 0;
+                n_taken = 0;
+                for (int round = 0; round <= rounds; round++) {
+                    as_list = round > 0;
+                    for (int32_t s = 0; s < segs; s++) {
+                        int32_t last = batches[i].pos[s] + batches[i].len[s] - 1;
+                        move_pages(&cache, page[s], batches[i].pos[s], last, &before[s], round > 0);
+                    }
+                    memset(got, 0xff, o_bytes);
+                    rig_put(&dev, q, got, o_bytes);
+                    call(0);
+                    rig_fetch(&dev, as_list ? got : want, q, o_bytes);
+                    int differs = as_list && memcmp(want, got, bytes) != 0;
+                    for (int32_t s = 0; s < segs; s++) {
+                        int32_t last = batches[i].pos[s] + batches[i].len[s] - 1;
+                        struct pages *to = as_list ? &after_list[s] : &after[s];
+                        move_pages(&cache, page[s], batches[i].pos[s], last, to, false);
+                        differs |= as_list && memcmp(after[s].bytes, to->bytes, to->n) != 0 ? 2 : 0;
+                    }
+                    wrong += differs != 0;
+                    if (differs) {
+                        printf("differs: %d (1: results, 2: pages)\n", differs);
+                    }
+                }
+                if (wrong) {
+                    printf("FAIL attend.%s.h%d.g%d.rows%d.segs%d.at%d: %d of %d rounds differ\n",
+                           type == QL_KV_F16 ? "f16" : "fp8", heads[h].head, heads[h].group, rows, segs,
+                           batches[i].pos[0], wrong, rounds);
+                }
+                wrong += ctx == 0 && n_taken > 0;          /* behind what the kernel can do */
+                wrong += ctx > 0 && rows == 1 && !n_taken; /* what it is for */
+                wrong ? bad++ : passed++;
+                skipped += ctx > 0 && !n_taken;
+                bool timed = heads[h].head == 24 && ctx > 0 &&
+                             (batches[i].pos[0] == 512 || batches[i].pos[0] == 1023 || rows > 1);
+                if (timed) {
+                    char name[32] = "";
+                    if (type != QL_KV_F16 || rows > 1 || batches[i].pos[0] != 512) {
+                        snprintf(name, sizeof name, ".segs%d.at%d", segs, batches[i].pos[0]);
+                    }
+                    as_list = false;
+                    double apart = rig_time(&dev, call, 32).median;
+                    as_list = true;
+                    double list = rig_time(&dev, call, 32).median;
+                    printf("# %s%d%s: %.1f us one by one, %.1f us as a list\n",
+                           !*name              ? "rows"
+                           : type == QL_KV_F16 ? "f16.rows"
+                                               : "fp8.rows",
+                           rows, name, apart * 1e6, list * 1e6);
+                }
+            }
+        }
+    }
+    printf("# %d lists were run one by one\nattend: %d passed, %d failed, 0 skipped\n", skipped, passed, bad);
+    dev.ops->close(&dev);
+    return bad > 0;
+}
