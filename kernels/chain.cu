@@ -250,8 +250,8 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
     }
 #pragma unroll
     for (int e = 0; e < 2; e++) { /* weight rows g and g + 8 */
-        float v0 = BLOCK ? sum.total[0][2 * e] : sum.acc[0][0][2 * e] + sum.acc[0][1][2 * e],
-              v1 = BLOCK ? sum.total[0][2 * e + 1] : sum.acc[0][0][2 * e + 1] + sum.acc[0][1][2 * e + 1];
+        float v0 = BLOCK ? sum.total[0][2 * e] : (sum.acc[0][0][2 * e] + sum.acc[0][1][2 * e]) * sum.BACK,
+              v1 = BLOCK ? sum.total[0][2 * e + 1] : (sum.acc[0][0][2 * e + 1] + sum.acc[0][1][2 * e + 1]) * sum.BACK;
         int row = COLS == 2 ? lane & 3 : 2 * (lane & 3);
         float *to = out + ((lane >> 2) + 8 * e) * set_rows + row;
         if (COLS == 2 && row < n_row) {

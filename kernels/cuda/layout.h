@@ -7,10 +7,10 @@
  *   step j  of the instruction's K = 16 takes, from lane c, columns c KT/4 + 4j + {0,1} and + {2,3}
  *   scales  NVFP4: [row tile][column tile][lane] of 2 bytes, rows g and g + 8
  *
- * Inside a 32-bit word the codes are spread so that a pair of f16 numbers falls out by a shift and a mask:
+ * Inside a 32-bit word the codes are spread so that a pair of f16 numbers falls out by a shift and a mask, or a reversal of all bits:
  *
- *   NVFP4  8 codes; 16-bit lane h (0, 1) holds codes h, 2+h, 4+h, 6+h (pairs 0..3), E2M1 bits s eem as
- *          pair 0: s 15, eem 11..9 | pair 1: s 12, eem 8..6 | pair 2: s 14, eem 5..3 | pair 3: s 13, eem 2..0
+ *   NVFP4  8 codes, E2M1 bits s eem; four as bytes s...eem., the other four likewise in the word with its bits in reverse:
+ *          0x8e8e8e8e of the word: codes 2, 0, 3, 1 from the lowest byte on; of the reversed word: codes 6, 4, 7, 5
  *          (bits s 15, eem 11..9 of an f16 are the value times 2^-14, subnormals included)
  *   FP8    4 codes; 16-bit lane h holds codes h, 2+h: pair 0: s 15, eeeemmm 13..7 | pair 1: s 14, eeeemmm 6..0
  *          (bits s 15, eeeemmm 13..7 of an f16 are the value times 2^-8)
@@ -36,25 +36,31 @@ static inline QL_HD int is_fp8(ql_qformat f) {
     return f == QL_FORMAT_FP8_CHANNEL || f == QL_FORMAT_FP8_TENSOR || f == QL_FORMAT_FP8_BLOCK;
 }
 
-static inline QL_HD uint32_t pack_e2m1_lane(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    return (a >> 3 & 1) << 15 | (a & 7) << 9 | (b >> 3 & 1) << 12 | (b & 7) << 6 | (c >> 3 & 1) << 14 | (c & 7) << 3 |
-           (d >> 3 & 1) << 13 | (d & 7);
+static inline QL_HD uint32_t reversed_bits(uint32_t v) {
+    v = (v >> 1 & 0x55555555u) | (v & 0x55555555u) << 1;
+    v = (v >> 2 & 0x33333333u) | (v & 0x33333333u) << 2;
+    v = (v >> 4 & 0x0f0f0f0fu) | (v & 0x0f0f0f0fu) << 4;
+    return v >> 24 | (v >> 8 & 0xff00u) | (v & 0xff00u) << 8 | v << 24;
+}
+
+/* Codes a, b, c, d of 4 bits, others above them, as bytes s...eem. from the lowest on. */
+static inline QL_HD uint32_t spread_e2m1(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    uint32_t v = (a & 15) | (b & 15) << 8 | (c & 15) << 16 | (d & 15) << 24;
+    return (v & 0x08080808u) << 4 | (v & 0x07070707u) << 1;
 }
 
 /* n: 8 codes of 4 bits, the first lowest */
 static inline QL_HD uint32_t pack_e2m1(uint32_t n) {
-    return pack_e2m1_lane(n & 15, n >> 8 & 15, n >> 16 & 15, n >> 24 & 15) |
-           pack_e2m1_lane(n >> 4 & 15, n >> 12 & 15, n >> 20 & 15, n >> 28 & 15) << 16;
+    return spread_e2m1(n >> 8, n, n >> 12, n >> 4) | reversed_bits(spread_e2m1(n >> 24, n >> 16, n >> 28, n >> 20));
 }
 
-static inline QL_HD uint32_t unpack_e2m1_lane(uint32_t v) { /* codes in nibbles 0, 2, 4, 6 */
-    return ((v >> 15 & 1) << 3 | (v >> 9 & 7)) | ((v >> 12 & 1) << 3 | (v >> 6 & 7)) << 8 |
-           ((v >> 14 & 1) << 3 | (v >> 3 & 7)) << 16 | ((v >> 13 & 1) << 3 | (v & 7)) << 24;
+/* The four codes of a word that are bytes s...eem., as the nibbles that they have among four. */
+static inline QL_HD uint32_t gather_e2m1(uint32_t v) {
+    v = (v >> 4 & 0x08080808u) | (v >> 1 & 0x07070707u);
+    return (v >> 8 & 15) | (v >> 20 & 0xf0) | (v << 8 & 0xf00) | (v >> 4 & 0xf000);
 }
 
-static inline QL_HD uint32_t unpack_e2m1(uint32_t w) {
-    return unpack_e2m1_lane(w & 0xffff) | unpack_e2m1_lane(w >> 16) << 4;
-}
+static inline QL_HD uint32_t unpack_e2m1(uint32_t w) { return gather_e2m1(w) | gather_e2m1(reversed_bits(w)) << 16; }
 
 static inline QL_HD uint32_t pack_e4m3_lane(uint32_t a, uint32_t b) {
     return (a >> 7 & 1) << 15 | (a & 127) << 7 | (b >> 7 & 1) << 14 | (b & 127);

@@ -131,23 +131,39 @@ __device__ __forceinline__ float x_factor(float most, enum x_mode mode, float *b
     return scale_to_f16(most, back);
 }
 
-/* Pairs 0..3 of an NVFP4 word, times 2^-14. Signs and magnitudes of the last two are apart by other distances than f16 has them:
- * a product with two powers of two moves both at once, which is an instruction less than two shifts. What else it moves, and
- * carries of that, end below the bits that are kept. */
-__device__ __forceinline__ void e2m1_pairs(uint32_t w, uint32_t h[4]) {
-    constexpr uint32_t KEPT = 0x8e008e00u;
-    h[0] = w & KEPT;
-    h[1] = (w << 3) & KEPT;
-    h[2] = ((w & 0x40384038u) * ((1u << 1) + (1u << 6))) & KEPT;
-    h[3] = ((w & 0x20072007u) * ((1u << 2) + (1u << 9))) & KEPT;
+/* A half of an f16 pair, twice: what f16 instructions take as part of an operand. */
+__device__ __forceinline__ uint32_t low_twice(uint32_t two) {
+    uint32_t d;
+    asm("{.reg .b16 lo, hi;\n mov.b32 {lo, hi}, %1;\n mov.b32 %0, {lo, lo};}" : "=r"(d) : "r"(two));
+    return d;
+}
+__device__ __forceinline__ uint32_t high_twice(uint32_t two) {
+    uint32_t d;
+    asm("{.reg .b16 lo, hi;\n mov.b32 {lo, hi}, %1;\n mov.b32 %0, {hi, hi};}" : "=r"(d) : "r"(two));
+    return d;
 }
 
-/* The two group scales of a lane as f16 pairs {s, s}, times 2^6: with the codes' 2^-14 a weight is times 2^-8. */
-__device__ __forceinline__ void group_scales(uint32_t two, uint32_t *row_g, uint32_t *row_g8) {
-    uint32_t s = __byte_perm(two, 0, 0x1404);
-    s = mul_f16x2((s >> 1) & 0x3f803f80u, 0x74007400u);
-    *row_g = __byte_perm(s, 0, 0x1010);
-    *row_g8 = __byte_perm(s, 0, 0x3232);
+/* The two group scales of a lane, rows g and g + 8, as an f16 pair. With the codes' 2^-14 a weight is times 2^-14, and multiples of
+ * the least f16 at that, so still exact. */
+__device__ __forceinline__ uint32_t group_scales(uint32_t two) {
+    uint32_t s;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(s) : "h"((uint16_t)two));
+#else
+    s = __byte_perm(two, 0, 0x1404);
+    s = mul_f16x2((s >> 1) & 0x3f803f80u, 0x5c005c00u);
+#endif
+    return s;
+}
+
+/* Pairs 0..3 of an NVFP4 word, times 2^-14. */
+__device__ __forceinline__ void e2m1_pairs(uint32_t w, uint32_t h[4]) {
+    constexpr uint32_t KEPT = 0x8e008e00u;
+    uint32_t r = __brev(w); /* by a unit that nothing else here uses */
+    h[0] = w & KEPT;
+    h[1] = (w << 8) & KEPT;
+    h[2] = r & KEPT;
+    h[3] = (r << 8) & KEPT;
 }
 
 /* Pairs 0 and 1 of an FP8 word, times 2^-8. */
@@ -156,7 +172,7 @@ __device__ __forceinline__ uint32_t e4m3_pair1(uint32_t w) {
     return ((w << 1) & 0x80008000u) | ((w << 7) & 0x3f803f80u);
 }
 
-/* Undoes the factor that all quantized weights carry in registers. */
+/* Undoes the factor that all quantized weights carry in registers; NVFP4 of generated rows takes its own share (unit.cuh). */
 #define WEIGHT_UNIT 256.0f
 
 /* Weights are read once: past the first-level cache. */

@@ -109,8 +109,8 @@ template <int FMT, bool X8 = false> struct operand {
     /* A fragments of the step's four instructions. */
     __device__ __forceinline__ void fragments(uint32_t (&a)[4][4]) const {
         if constexpr (FP4) {
-            uint32_t sg, sg8;
-            group_scales(s, &sg, &sg8);
+            uint32_t scales = mul_f16x2(group_scales(s), 0x54005400u), /* times 2^6, so a weight is times 2^-8 */
+                sg = low_twice(scales), sg8 = high_twice(scales);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 uint32_t lo[4], hi[4];

@@ -31,6 +31,8 @@ static inline struct cut cut_of(int tiles) {
 template <int FMT, int NT, int COLS> struct sums {
     static constexpr bool FP4 = FMT == QL_FORMAT_NVFP4, BLOCK = FMT == QL_FORMAT_FP8_BLOCK;
     static constexpr int KT = tile_k(FMT), STEPS = KT / 16, TOK = NT * 8 / COLS;
+    /* Weights are multiplied times 2^-14, not 2^-8 as WEIGHT_UNIT has it: once a unit instead of once a tile. */
+    static constexpr float BACK = FP4 ? 64.0f : 1.0f;
     float acc[NT][2][4], total[BLOCK ? NT : 1][4];
 
     __device__ __forceinline__ void clear() {
@@ -47,8 +49,7 @@ template <int FMT, int NT, int COLS> struct sums {
     /* A tile's weights as fragments: codes w and scales s of this lane. */
     static __device__ __forceinline__ void decode(uint4 w, uint32_t s, uint32_t a[STEPS][4]) {
         if (FP4) {
-            uint32_t sg, sg8, lo[8], hi[8];
-            group_scales(s, &sg, &sg8);
+            uint32_t scales = group_scales(s), sg = low_twice(scales), sg8 = high_twice(scales), lo[8], hi[8];
             e2m1_pairs(w.x, lo);
             e2m1_pairs(w.y, lo + 4);
             e2m1_pairs(w.z, hi);
@@ -102,7 +103,7 @@ template <int FMT, int NT, int COLS> struct sums {
             float v[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                v[i] = BLOCK ? total[n % (BLOCK ? NT : 1)][i] : acc[n][0][i] + acc[n][1][i];
+                v[i] = BLOCK ? total[n % (BLOCK ? NT : 1)][i] : (acc[n][0][i] + acc[n][1][i]) * BACK;
             }
             if (COLS == 2) {
                 int t = n * 4 + c;
