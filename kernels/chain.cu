@@ -10,7 +10,8 @@
  *               slices added as a tree, and what follows elementwise is applied (convolution, gated activation)
  *   recurrence  a block a head and segment: delta rule and gated norm
  *   edge        a counter in device memory that every block raises when its part of an op is written, and waits for before
- *               it reads what others wrote; where lanes add, one of every lane's
+ *               it reads what others wrote; where lanes add, one of every lane's. An early edge is one inside a product, behind
+ *               the tasks that the next op begins with: the recurrence needs z, the product's last tasks, only at its end
  *
  * A row-parallel product of few row tiles is cut into parts of whole slices, subtrees of the tree, so that all SMs have work;
  * who reads it adds the parts. Other sums have the order of the kernels that run alone, so a step may go either way.
@@ -411,8 +412,11 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
                 asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->finished)), "r"(n + 1)
                              : "memory");
             }
+            if (lane == 0 && task < p.early && task + (int)gridDim.x >= p.early) {
+                arrive_early(r);
+            }
             if (left == 0) {
-                arrive(r, sh->op[i], i + 1 == r.n_op, sh->base + gridDim.x * r.n_op);
+                arrive(r, sh, sh->op[i]);
             }
         }
     }
@@ -500,16 +504,16 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
 
 /* ---- recurrence -------------------------------------------------------------------------------------------------- */
 
-/* The rows of a segment and head, its state loaded ahead of the edge at `target` where there is one to wait for. After the
- * block's last task it says that the result is written; the state, which nobody waits for, is stored after that. MANY: the
- * state of the block's next task is copied to shared memory meanwhile. Sums in the order of gdn.cu's step_kernel and norm.cu's
- * gated_norm. */
+/* The rows of a segment and head, its state loaded ahead of the edge where there is one to wait for; z, which may come after
+ * what the state needs, when that is computed. After the block's last task it says that the result is written; the state,
+ * which nobody waits for, is stored after that. MANY: the state of the block's next task is copied to shared memory meanwhile.
+ * Sums in the order of gdn.cu's step_kernel and norm.cu's gated_norm. */
 template <bool MANY>
 __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, const struct recurrence &g, int task,
-                                      float *room, bool edge, unsigned target, bool at_end) {
+                                      float *room, bool edge) {
     const ql_gdn_args &a = g.a;
     int s = task / a.n_value_head, j = task - s * a.n_value_head;
-    float *q = room, *k = q + D, *z = k + D, *norm = z + D, *part = norm + D; /* part: [8][D] */
+    float *q = room, *k = q + D, *norm = k + D, *z = norm + D, *part = z + D; /* part: [8][D] */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int key = (a.value_head0 + j) / a.group - a.key_head0, width = (2 * a.n_key_head + a.n_value_head) * D;
     bool active = warp < 8, fresh = sh->seg_pos[s] == 0; /* a warp holds 16 rows of the state, a lane four columns */
@@ -533,10 +537,10 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
         st[2][i] = v.z;
         st[3][i] = v.w;
     }
-    bool gates = warp == 4; /* beside the warps that prepare q, k and z */
+    bool gates = warp == 4; /* beside the warps that prepare q and k */
     float a_log = gates ? __ldg(a.a_log + j) : 0.0f, dt_bias = gates ? __ldg(a.dt_bias + j) : 0.0f;
     if (edge) {
-        wait_edge(r, target);
+        wait_before(r, sh, sh->at_op[0]);
     }
     int next = task + (int)gridDim.x;
     if (MANY && active && next < r.n_seg * a.n_value_head) {
@@ -548,19 +552,17 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
     }
     for (int row = sh->seg_row[s]; row < sh->seg_row[s + 1]; row++) {
         const float *u = a.u + (int64_t)row * width, *v = u + (2 * a.n_key_head + j) * D + 4 * lane;
-        const float *x = warp == 3   ? g.norm
-                         : warp == 2 ? g.z + (row * a.n_value_head + j) * D
-                                     : u + ((warp ? a.n_key_head : 0) + key) * D;
+        const float *x = warp == 2 ? g.norm : u + ((warp ? a.n_key_head : 0) + key) * D;
         float4 v4 = active ? load_fresh4(v) : make_float4(0, 0, 0, 0);
         float value[4] = {v4.x, v4.y, v4.z, v4.w}, h[4];
         float y = gates ? load_fresh(a.a + row * a.n_value_head + j) : 0.0f,
               b = gates ? load_fresh(a.b + row * a.n_value_head + j) : 0.0f;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            h[c] = warp < 4 ? load_fresh(x + lane + 32 * c) : 0.0f;
+            h[c] = warp < 3 ? load_fresh(x + lane + 32 * c) : 0.0f;
         }
         sync_warps(); /* the last row's numbers have been read */
-        if (warp < 4) {
+        if (warp < 3) {
             float sum = 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -569,7 +571,7 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
             float scale = 1.0f / sqrtf(warp_sum(sum) + 1e-6f), factor = warp ? 1.0f : 0.08838834764831845f;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                room[warp * D + lane + 32 * i] = warp == 3 ? h[i] : warp == 2 ? silu(h[i]) : (h[i] * scale) * factor;
+                room[warp * D + lane + 32 * i] = warp == 2 ? h[i] : (h[i] * scale) * factor;
             }
         }
         if (gates) {
@@ -579,6 +581,16 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
         }
         sync_warps();
         float keep = sh->gate[0], beta = sh->gate[1], sum[4] = {}, out[4] = {};
+        if (warp == 8) { /* it has no part of the state */
+            if (edge && lane == 0) {
+                await_arrivals(&r.edges->count, sh->base + gridDim.x * sh->op[sh->at_op[8]].edges);
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                z[lane + 32 * i] = silu(load_fresh(g.z + (row * a.n_value_head + j) * D + lane + 32 * i));
+            }
+        }
         if (active) {
 #pragma unroll
             for (int i = 0; i < 16; i++) {
@@ -633,7 +645,7 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
     }
     if (warp == 0 && task + (int)gridDim.x >= r.n_seg * a.n_value_head) {
         __syncwarp();
-        arrive(r, sh->op[sh->at_op[0]], at_end, sh->base + gridDim.x * r.n_op);
+        arrive(r, sh, sh->op[sh->at_op[0]]);
     }
     if (active) {
 #pragma unroll
@@ -666,12 +678,11 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
     while (*at_op < r.n_op) {
         int i = *at_op;
         bool edge = i > 0, arrived = false; /* by the finishing warp */
-        unsigned target = sh->base + gridDim.x * i;
         enum chain_op_kind kind = sh->op[i].kind;
         auto cross = [&]() {
             if (edge) {
                 wait_lanes(r, sh, *at_op);
-                wait_edge(r, target);
+                wait_before(r, sh, *at_op);
             }
         };
         if (kind == PRODUCT) {
@@ -722,12 +733,12 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
         } else if (kind == RECURRENCE) {
             const struct recurrence &g = sh->op[i].gdn;
             for (int task = blockIdx.x; task < r.n_seg * g.a.n_value_head; task += gridDim.x) {
-                recur<MANY>(r, sh, g, task, (float *)xs, edge, target, i + 1 == r.n_op);
+                recur<MANY>(r, sh, g, task, (float *)xs, edge);
                 edge = false;
                 arrived = true;
             }
             if (edge) {
-                wait_edge(r, target);
+                wait_edge(r, sh, sh->op[*at_op].edges);
             }
             write_residual(sh, r.n_row, *at_op);
         } else {
@@ -746,7 +757,7 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
         if (!arrived) {
             sync_warps();
             if (threadIdx.x < 32) {
-                arrive(r, sh->op[*at_op], *at_op + 1 == r.n_op, sh->base + gridDim.x * r.n_op);
+                arrive(r, sh, sh->op[*at_op]);
             }
         }
         i = *at_op + 1;
@@ -755,7 +766,7 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
         __syncwarp();
     }
     if (sh->op[r.n_op - 1].kind == PRODUCT && sh->op[r.n_op - 1].product.residual) {
-        wait_edge(r, sh->base + gridDim.x * r.n_op);
+        wait_edge(r, sh, r.n_edge);
         write_residual(sh, r.n_row, r.n_op);
     }
 }
@@ -796,6 +807,7 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
     if (threadIdx.x == 0) { /* this block's way through the products */
         int task = 0, stage = 0;
         sh->base = *(volatile unsigned *)&args.edges->base;
+        sh->base_early = *(volatile unsigned *)&args.edges->base_early;
         sh->exchanged = *(volatile unsigned *)&args.edges->exchanged;
         for (int i = 0; i < args.n_op; i++) {
             place_sums(sh, sh->op[i]);

@@ -57,24 +57,30 @@ static const float *sums_of(const struct builder *b) {
     return (const float *)(l->room[l->lane] + ROOM_SUMS);
 }
 
+/* The next op of the run, behind all before it. */
+static struct chain_op *add_op(struct builder *b, enum chain_op_kind kind) {
+    struct run *r = b->run;
+    struct chain_op *op = &r->op[r->n_op++];
+    op->kind = kind;
+    op->edges = r->n_edge++;
+    op->early = 0;
+    return op;
+}
+
 /* What a product leaves in parts, added where the ops have it. */
 static void add_combine(struct builder *b) {
-    struct run *r = b->run;
     if (b->parts_of) {
         int n = b->parts_stride;
-        r->op[r->n_op].kind = COMBINE;
-        r->op[r->n_op++].combine = combine{b->parts, (float *)b->parts_of, b->n_parts, n, n, b->exchange, false};
+        add_op(b, COMBINE)->combine = combine{b->parts, (float *)b->parts_of, b->n_parts, n, n, b->exchange, false};
         b->parts_of = NULL;
     }
 }
 
 /* The delta of a norm, in parts or not, added to the residual. */
 static void add_to_residual(struct builder *b, const ql_rmsnorm_args *norm) {
-    struct run *r = b->run;
     bool split = norm->delta == b->parts_of;
     int n = norm->n_row * norm->n;
-    r->op[r->n_op].kind = COMBINE;
-    r->op[r->n_op++].combine =
+    add_op(b, COMBINE)->combine =
         combine{split ? b->parts : norm->delta, norm->x, split ? b->n_parts : 1, n, n, split ? b->exchange : -1, true};
     b->parts_of = NULL;
 }
@@ -243,9 +249,17 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     r->n_row = a->n_row;
     r->extra_bytes = extra > r->extra_bytes ? extra : r->extra_bytes;
     b->cols = cols;
-    r->op[r->n_op].kind = PRODUCT;
-    r->op[r->n_op++].product = p;
+    add_op(b, PRODUCT)->product = p;
     return used;
+}
+
+/* Whether a recurrence needs only the first target of the product before it to begin with, u: the other is z. All blocks must
+ * have tasks of that and so say when they have written them; and all warps units of the first, as what they have done before
+ * (plain rows, reading x) is told by their sums. */
+static bool begins_early(const struct builder *b, const struct chain_op *op, const float *u, const float *z) {
+    const struct product *p = &op->product;
+    return op->kind == PRODUCT && p->epilogue == CONV && p->u == u && p->n_target == 2 && p->target[1].y == z &&
+           p->target[0].row_tiles >= b->blocks && p->units >= N_WARP;
 }
 
 /* gdn gated_norm */
@@ -261,8 +275,14 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
         return 0;
     }
     use_batch(r, a->batch);
-    r->op[r->n_op].kind = RECURRENCE;
-    r->op[r->n_op++].gdn = recurrence{*a, g->z, g->w, g->y, g->eps};
+    struct chain_op *last = &r->op[r->n_op - 1];
+    bool early = begins_early(b, last, a->u, g->z);
+    struct chain_op *recur = add_op(b, RECURRENCE);
+    recur->gdn = recurrence{*a, g->z, g->w, g->y, g->eps};
+    if (early) {
+        last->product.early = last->product.target[0].row_tiles;
+        recur->early = ++r->n_early;
+    }
     bool again = r->n_row > WITH_DELTA && r->n_seg * a->n_value_head > b->blocks;
     int room = (4 + 8 + (again ? D : 0)) * D * (int)sizeof(float);
     b->x_bytes = room > b->x_bytes ? room : b->x_bytes;
@@ -272,7 +292,7 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
 /* A run without ops, and what builds it. */
 static struct builder begin(ql_dev *dev, struct run *r) {
     const ql_cuda_exchange *x = &cuda(dev)->exchange;
-    r->n_op = r->n_row = r->n_seg = r->set_floats = r->extra_bytes = 0;
+    r->n_op = r->n_edge = r->n_early = r->n_row = r->n_seg = r->set_floats = r->extra_bytes = 0;
     r->soon_bytes = 0;
     r->edges = (struct edges *)cuda(dev)->edges;
     r->lanes = {};
@@ -299,8 +319,7 @@ ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t round
     b.n_parts = r.lanes.n_lane;
     b.parts = sums_of(&b);
     for (int32_t i = 0; i < rounds; i++) {
-        r.op[r.n_op].kind = PROOF;
-        r.op[r.n_op++].proof = proof{i, n, first + (uint32_t)i};
+        add_op(&b, PROOF)->proof = proof{i, n, first + (uint32_t)i};
         b.parts_of = sum + (int64_t)i * n;
         b.exchange = i;
         add_combine(&b);

@@ -64,6 +64,7 @@ struct product {
     struct cut cut;    /* of a slice */
     int units, stages; /* of a piece */
     int n_task, log_parts;
+    int early; /* tasks after which a block raises edges->early: the next op begins with what they make; 0: none */
     int tasks, task0, stage0; /* of a block, known to itself: its tasks, and its tasks and stages before those */
     int by_slice, by_task;    /* 2^16 / per_slice, and / the units of a task, rounded up */
     int part_stride;          /* between parts of y */
@@ -103,6 +104,7 @@ struct proof {
 
 struct __align__(16) chain_op {
     enum chain_op_kind kind;
+    int edges, early; /* edges of the run before it; unless 0, early edges that it may begin behind */
     union {
         struct product product;
         struct recurrence gdn;
@@ -131,15 +133,18 @@ static_assert(QL_CUDA_MAX_LANES * QL_CUDA_CHAIN_ELEMENTS * (int)sizeof(float) <=
                   2 * QL_CUDA_CHAIN_ROUNDS <= MAX_OPS,
               "a proof fits");
 
-/* Arrivals at the edges, in device memory: `count` only rises, `base` is what it was when the run began. `exchanged` counts
- * exchanges before the run; `gone` is set once a block has given up waiting for another lane. */
+/* Arrivals at the edges, in device memory: `count` only rises, `base` is what it was when the run began; `early` and `base_early`
+ * are the same for the first tasks of an op. `exchanged` counts exchanges before the run; `gone` is set once a block has given up waiting
+ * for another lane. */
 struct edges {
-    unsigned count, base, exchanged, gone;
+    unsigned count, base, exchanged, gone, base_early, unused[3];
+    unsigned early, unused_too[7]; /* in a sector of its own, as others wait for it */
 };
 static_assert(sizeof(struct edges) == EDGE_WORDS * sizeof(unsigned), "as device.cu allocates them");
 
 struct run {
-    int n_op, n_row, n_seg, n_slot, by_slot,     /* by_slot: 2^16 / n_slot, rounded up */
+    int n_op, n_edge, n_early;                   /* edges of either kind */
+    int n_row, n_seg, n_slot, by_slot,           /* by_slot: 2^16 / n_slot, rounded up */
         set_floats, set_rows, extra_bytes;       /* set_rows: n_row, or the next power of two */
     int x_at, extras_at, sets_at, room_bytes;    /* of shared memory */
     const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
@@ -168,10 +173,10 @@ struct shared {
     float gate[2];            /* of the recurrence: what is kept of the state, beta */
     uint64_t summed[AHEAD];   /* a task's units are in their set */
     int at_op[N_WARP];
-    unsigned base, exchanged; /* of the edges, as the run began */
-    int come;                 /* stages that are known to have come, from the run's first on */
-    int finished;             /* tasks whose sums are written */
-    int at_product;           /* the last op whose products have begun */
+    unsigned base, base_early, exchanged; /* of the edges, as the run began */
+    int come;                             /* stages that are known to have come, from the run's first on */
+    int finished;                         /* tasks whose sums are written */
+    int at_product;                       /* the last op whose products have begun */
     int seg_row[MAX_ROWS + 1], seg_pos[MAX_ROWS], seg_slot[MAX_ROWS];
     struct chain_op op[MAX_OPS]; /* of the run */
 };

@@ -64,8 +64,9 @@ __device__ __forceinline__ void sync_four(void) { asm volatile("bar.sync 2, 128;
 /* ---- edges ------------------------------------------------------------------------------------------------------- */
 
 /* A warp that knows of it: this block's part of an op is written. */
-__device__ __forceinline__ void arrive(const struct run &r, const struct chain_op &op, bool at_end, unsigned last) {
+__device__ __forceinline__ void arrive(const struct run &r, const struct shared *sh, const struct chain_op &op) {
     int lane = threadIdx.x & 31;
+    bool at_end = op.edges + 1 == r.n_edge;
     if (exchange_of(op) >= 0) { /* never the last op: somebody has to add */
         if (lane < r.lanes.n_lane) {
             arrive_at_lane(r, lane);
@@ -73,21 +74,43 @@ __device__ __forceinline__ void arrive(const struct run &r, const struct chain_o
     } else if (lane == 0 && !at_end) {
         asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->count) : "memory");
     } else if (lane == 0) {
+        unsigned last = sh->base + gridDim.x * r.n_edge;
         __threadfence();
         if (atomicAdd(&r.edges->count, 1) + 1 == last) {
             r.edges->base = last;
+            r.edges->base_early += gridDim.x * r.n_early;
             r.edges->exchanged += r.lanes.n_exchange;
         }
     }
 }
 
-/* All blocks' parts up to `target` arrivals are. */
-__device__ __forceinline__ void wait_edge(const struct run &r, unsigned target) {
+/* One thread: the block's early tasks of an op are written. */
+__device__ __forceinline__ void arrive_early(const struct run &r) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->early) : "memory");
+}
+
+/* One thread, until a counter of arrivals has reached target. */
+__device__ __forceinline__ void await_arrivals(const unsigned *counter, unsigned target) {
+    unsigned now;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    } while ((int)(now - target) < 0);
+}
+
+/* All blocks' parts of so many ops are written. */
+__device__ __forceinline__ void wait_edge(const struct run &r, const struct shared *sh, int edges) {
     if (threadIdx.x == 0) {
-        unsigned now;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(&r.edges->count) : "memory");
-        } while ((int)(now - target) < 0);
+        await_arrivals(&r.edges->count, sh->base + gridDim.x * edges);
+    }
+    sync_warps();
+}
+
+/* What op i begins behind is written. */
+__device__ __forceinline__ void wait_before(const struct run &r, const struct shared *sh, int i) {
+    if (threadIdx.x == 0) {
+        int early = sh->op[i].early;
+        await_arrivals(early ? &r.edges->early : &r.edges->count,
+                       early ? sh->base_early + gridDim.x * early : sh->base + gridDim.x * sh->op[i].edges);
     }
     sync_warps();
 }

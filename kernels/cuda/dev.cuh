@@ -12,7 +12,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-constexpr int STAGE_SLOTS = 4, MAX_PENDING = 64, EDGE_WORDS = 4;
+constexpr int STAGE_SLOTS = 4, MAX_PENDING = 64, EDGE_WORDS = 16;
 constexpr size_t STAGE_BYTES = 4 << 20;
 
 /* A device-to-host copy whose last leg, pinned to caller, happens at sync. */
