@@ -94,12 +94,12 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
     constexpr bool FP8 = TYPE == QL_KV_FP8;
     constexpr int STEP = form::STEP, PIECES = form::ROW / 16, SLOTS = shared::SLOTS;
     extern __shared__ __align__(16) unsigned char raw[];
-    shared &x = *(shared *)raw;
+    shared &sh = *(shared *)raw;
     const ql_batch &b = r.batch;
     const struct ql_kv_cache &cache = r.cache;
     int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, c = lane & 3;
     int row = blockIdx.z, kv = blockIdx.y, rank = blockIdx.x, stride = gridDim.x, h0, h1;
-    uint32_t sent = shared_address(&x.sent);
+    uint32_t sent = shared_address(&sh.sent);
     allow_next();
 
     /* Nothing of what is read before the wait does this step write: rows' positions and pages, keys and values of earlier steps. */
@@ -130,7 +130,7 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
     /* Keys and values: two groups of copies a step. */
     int piece = tid % PIECES, to_k = k_piece<TYPE>(tid / PIECES, piece), to_v = v_piece(tid / PIECES, piece);
     auto fetch = [&](int slot, int at0) {
-        auto &to = x.slot[slot];
+        auto &to = sh.slot[slot];
 #pragma unroll
         for (int side = 0; side < 2; side++) {
 #pragma unroll
@@ -185,7 +185,7 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
         gate = r.attn.qg[((int64_t)row * r.attn.n_head + h0 + warp) * 2 * D + D + 32 * rank + lane];
     }
     if (warp >= nh) {
-        put_q(x.work, warp, make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0), lane);
+        put_q(sh.work, warp, make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0), lane);
     }
     bool mine = pos / STEP % stride == rank; /* the row's own position */
 #pragma unroll 1
@@ -199,7 +199,7 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
             v[1] = rotate(upper, lower, turn.x, turn.y);
         }
         if (is_q) {
-            float *line = (float *)x.work.q[item];
+            float *line = (float *)sh.work.q[item];
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 line[lane + 32 * i] = v[i];
@@ -207,17 +207,17 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
             __syncwarp();
             float4 q0 = ((const float4 *)line)[lane], q1 = ((const float4 *)line)[32 + lane];
             __syncwarp();
-            put_q(x.work, item, q0, q1, lane);
+            put_q(sh.work, item, q0, q1, lane);
         } else {
             typedef typename form::eight eight;
-            store_row<TYPE>(x.own[side][t], &x.own_scale[side][t], 0, v, lane);
+            store_row<TYPE>(sh.own[side][t], &sh.own_scale[side][t], 0, v, lane);
             __syncwarp();
             if (mine && pos0 + t == pos) {
                 int64_t at = cache_row(page[pos / QL_PAGE], cache.n_kv_head, kv, pos);
                 ((eight *)((uint8_t *)(side ? cache.v : cache.k) + at * form::BYTES))[lane] =
-                    ((const eight *)x.own[side][t])[lane];
+                    ((const eight *)sh.own[side][t])[lane];
                 if (FP8 && lane == 0) {
-                    ((uint2 *)(side ? cache.v_scale : cache.k_scale))[at / D] = x.own_scale[side][t];
+                    ((uint2 *)(side ? cache.v_scale : cache.k_scale))[at / D] = sh.own_scale[side][t];
                 }
             }
         }
@@ -228,31 +228,31 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
     }
     int steps = pos / STEP + 1; /* of the row */
     if (tid == 0 && rank < FOLDERS) {
-        barrier_expect(sent, (uint32_t)(steps * nh * (sizeof x.max_sum[0][0] + sizeof x.o[0][0])));
+        barrier_expect(sent, (uint32_t)(steps * nh * (sizeof sh.max_sum[0][0] + sizeof sh.o[0][0])));
     }
     __syncthreads();
     uint32_t q[16][4];
-    take_q(x.work, q);
-    float back = x.work.back[g], open = sigmoid(gate);
+    take_q(sh.work, q);
+    float back = sh.work.back[g], open = sigmoid(gate);
     bool met = false; /* all of the cluster are here */
     int slot = 0;
 #pragma unroll 1
     for (int s = rank; s < steps; s += stride) {
-        auto &in = x.slot[slot];
+        auto &in = sh.slot[slot];
         wait_async<2 * (SLOTS - 1) - 1>(); /* this step's keys */
         int at = s * STEP, own0 = max(pos0, at), own = min(pos + 1, at + STEP) - own0;
         for (int e = tid; e < own * 2 * PIECES; e += 256) {
             int p = own0 + e / (2 * PIECES), side = e / PIECES & 1, i = e % PIECES, to = p - at;
             *(uint4 *)(side ? in.v[to] + 16 * v_piece(to, i) : in.k[to] + 16 * k_piece<TYPE>(to, i)) =
-                ((const uint4 *)x.own[side][p - pos0])[i];
+                ((const uint4 *)sh.own[side][p - pos0])[i];
             if (FP8 && i == 0) {
-                (side ? in.v_scale : in.k_scale)[to] = x.own_scale[side][p - pos0];
+                (side ? in.v_scale : in.k_scale)[to] = sh.own_scale[side][p - pos0];
             }
         }
         __syncthreads(); /* they are there; the step before has been used */
         fetch((slot + SLOTS - 1) % SLOTS, (s + (SLOTS - 1) * stride) * STEP);
         struct step_result sum =
-            do_step<TYPE>(x.work, in, q, back, min(pos + 1 - at, (int)STEP), [] { wait_async<2 * (SLOTS - 1)>(); });
+            do_step<TYPE>(sh.work, in, q, back, min(pos + 1 - at, (int)STEP), [] { wait_async<2 * (SLOTS - 1)>(); });
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
         if (!met) {
             asm volatile("barrier.cluster.wait;" ::: "memory");
@@ -262,11 +262,11 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
             uint32_t bar = address_in(sent, warp);
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                send4(address_in(shared_address(&x.o[s][g][4 * (2 * c + e)]), warp),
+                send4(address_in(shared_address(&sh.o[s][g][4 * (2 * c + e)]), warp),
                       make_float4(sum.o[0][e], sum.o[1][e], sum.o[2][e], sum.o[3][e]), bar);
             }
             if (c == 0) {
-                send2(address_in(shared_address(&x.max_sum[s][g]), warp), make_float2(sum.top, sum.sum), bar);
+                send2(address_in(shared_address(&sh.max_sum[s][g]), warp), make_float2(sum.top, sum.sum), bar);
             }
         }
     }
@@ -281,8 +281,8 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
     constexpr int PER = SHORT / STEP;
     int at = PER * (lane & 7);
     bool here = at < steps, two = PER == 2 && at + 2 <= steps;
-    float2 a = here ? x.max_sum[at][warp] : make_float2(-INFINITY, 0.0f);
-    float2 z = two ? x.max_sum[at + PER - 1][warp] : make_float2(0.0f, 0.0f);
+    float2 a = here ? sh.max_sum[at][warp] : make_float2(-INFINITY, 0.0f);
+    float2 z = two ? sh.max_sum[at + PER - 1][warp] : make_float2(0.0f, 0.0f);
     float most = two ? fmaxf(a.x, z.x) : a.x, a_part = 1.0f, z_part = 0.0f;
     if (two) {
         a_part = expf(a.x - most);
@@ -297,9 +297,9 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
     float part = here ? expf(most - top) : 0.0f, add = fmaf(a.y, part, 0.0f), o = 0.0f, sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < FOLDERS; i++) {
-        float u = PER * i < steps ? x.o[PER * i][warp][lane] : 0.0f;
+        float u = PER * i < steps ? sh.o[PER * i][warp][lane] : 0.0f;
         if (PER == 2) {
-            float u1 = PER * i + 1 < steps ? x.o[PER * i + PER - 1][warp][lane] : 0.0f;
+            float u1 = PER * i + 1 < steps ? sh.o[PER * i + PER - 1][warp][lane] : 0.0f;
             u = fmaf(u, __shfl_sync(0xffffffffu, a_part, i), u1 * __shfl_sync(0xffffffffu, z_part, i));
         }
         u = fmaf(u, __shfl_sync(0xffffffffu, part, i), 0.0f);
