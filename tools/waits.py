@@ -18,7 +18,8 @@ import re
 import sys
 
 # What arguments call things that other kernels write; x and y of threadIdx and its like are none.
-DEPENDENT = re.compile(r"(?<!Idx\.)(?<!Dim\.)\b(x|xs|x8|xscale|xsum|y|out|stack|flag|residual|delta|cache|best|stat|counts?)\b")
+DEPENDENT = re.compile(r"(?<!Idx\.)(?<!Dim\.)\b(x|xs|x8|xscale|xsum|y|out|stack|flag|residual|delta|cache|best|stat|counts?|"
+                       r"qg|prep\.[kv]|attn\.[qo])\b")
 # Names of these that a kernel may say nevertheless: what it reads before it waits was written before its step began, and every
 # step begins behind a copy from the host, which waits for all before it.
 OF_EARLIER_STEPS = {"few_kernel": {"cache"}}
