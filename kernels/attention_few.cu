@@ -12,7 +12,7 @@
 #include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/bulk.cuh"
 
-enum { FEW_ROWS = 4, FOLDERS = 8, ROTARY = 64 };
+enum { FEW_ROWS = 4, ROTARY = 64 };
 static_assert((int)QL_SHORT_CTX == FOLDERS * SHORT, "a chunk a folder");
 
 struct few {

@@ -152,8 +152,6 @@ __global__ void __launch_bounds__(256, 1)
 
 /* ---- folding ------------------------------------------------------------------------------------------------------ */
 
-enum { FOLDERS = 8 };
-
 /* Block (head, row). Folder f adds up chunks f, f + 8, .. in rising order, weighted for the largest maximum; the folders'
  * sums are added in order. Thread 64 f + t has channels 4 t .. 4 t + 3. */
 __global__ void __launch_bounds__(64 * FOLDERS)

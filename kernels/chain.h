@@ -7,7 +7,8 @@
  *
  * The result is bit for bit that of the ops one by one, with one difference: what an op of the run hands to a later op of the
  * same run need not reach memory (the normed row, gate and up, raw convolution inputs, the recurrence's output before its
- * norm, queries, a lane's own part of a sum). Residual stream, states, caches and the outputs that nothing in the run consumes are always written.
+ * norm, queries, a lane's own part of a sum). Residual stream, states, caches and the outputs that nothing in the run consumes
+ * are always written.
  */
 #ifndef QL_KERNELS_CHAIN_H
 #define QL_KERNELS_CHAIN_H
@@ -28,7 +29,7 @@ typedef enum ql_op_kind {
     QL_OP_ATTN_PREP,
     QL_OP_ATTENTION,
     QL_OP_EXCHANGE,
-    QL_OP_SOON /* computes nothing: a weight that the op after the list's end is followed by, to be fetched ahead */
+    QL_OP_SOON /* computes nothing: a weight that the run after this one begins with, to be fetched ahead */
 } ql_op_kind;
 
 enum { QL_GROUP_MAX = 4 };

@@ -134,11 +134,11 @@ static_assert(QL_CUDA_MAX_LANES * QL_CUDA_CHAIN_ELEMENTS * (int)sizeof(float) <=
               "a proof fits");
 
 /* Arrivals at the edges, in device memory: `count` only rises, `base` is what it was when the run began; `early` and `base_early`
- * are the same for the first tasks of an op. `exchanged` counts exchanges before the run; `gone` is set once a block has given up waiting
- * for another lane. */
+ * are the same of early edges. `exchanged` counts exchanges before the run; `gone` is set once a block has given up waiting for
+ * another lane. */
 struct edges {
-    unsigned count, base, exchanged, gone, base_early, unused[3];
-    unsigned early, unused_too[7]; /* in a sector of its own, as others wait for it */
+    unsigned count, base, exchanged, gone, base_early;
+    __align__(32) unsigned early; /* in a sector of its own, as others wait for it */
 };
 static_assert(sizeof(struct edges) == EDGE_WORDS * sizeof(unsigned), "as device.cu allocates them");
 
