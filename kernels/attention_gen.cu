@@ -11,6 +11,9 @@
  */
 #include "kernels/cuda/attention_mma.cuh"
 
+/* Floats of the partial result of a row, head and chunk: values, maximum, sum; [row][head][chunk] of them. */
+enum { PART = D + 4 };
+
 /* Block (x, kv head, row): chunks x, x + gridDim.x, .. */
 template <int TYPE>
 __global__ void __launch_bounds__(256)
@@ -50,6 +53,56 @@ __global__ void __launch_bounds__(256)
 }
 
 /* ---- on tensor cores ---------------------------------------------------------------------------------------------- */
+
+/* Running result of head g over the steps of a chunk, in order. */
+struct chunk_result {
+    float max = 0.0f, sum = 0.0f, o[4][2] = {};
+
+    __device__ __forceinline__ void add(bool first, const struct step_result &r) {
+        float top = first ? r.top : fmaxf(max, r.top);
+        float old_part = first ? 0.0f : expf(max - top), new_part = expf(r.top - top);
+        max = top;
+        sum = fmaf(sum, old_part, r.sum * new_part);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                o[i][e] = fmaf(o[i][e], old_part, r.o[i][e] * new_part);
+            }
+        }
+    }
+
+    /* To the partial results of the head and chunk. */
+    __device__ __forceinline__ void store(float *to) const {
+        int warp = threadIdx.x >> 5, c = threadIdx.x & 3;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            *(float4 *)(to + 32 * warp + 4 * (2 * c + e)) = make_float4(o[0][e], o[1][e], o[2][e], o[3][e]);
+        }
+        if (warp == 0 && c == 0) {
+            *(float2 *)(to + D) = make_float2(max, sum);
+        }
+    }
+};
+
+/* A block's way through its chunks, a step at a time: chunks i, i + stride, .. up to the one of `pos`. */
+struct walk {
+    int chunk, at, end; /* positions [at, end) of the chunk are left */
+
+    __device__ __forceinline__ void enter(int i, int pos) {
+        chunk = i;
+        int begin = chunk_begin(i);
+        at = begin <= pos ? begin : 0;
+        end = begin <= pos ? min(chunk_begin(i + 1), pos + 1) : 0;
+    }
+    __device__ __forceinline__ bool more() const { return at < end; }
+    __device__ __forceinline__ void advance(int step, int stride, int pos) {
+        at += step;
+        if (at >= end) {
+            enter(chunk + stride, pos);
+        }
+    }
+};
 
 /* SLOTS steps are in shared memory. */
 template <int TYPE, int SLOTS> struct mma_shared {
@@ -103,12 +156,12 @@ __global__ void __launch_bounds__(256, 1)
         int nh = min(HEADS, h1 - h0), slot = 0;
         __syncthreads(); /* slots and q have been read */
         struct walk now, ahead;
-        now.enter(blockIdx.x, pos, 0);
+        now.enter(blockIdx.x, pos);
         ahead = now;
         for (int i = 0; i < SLOTS - 1; i++) {
             if (ahead.more()) {
                 fetch(i, ahead);
-                ahead.advance(STEP, gridDim.x, pos, 0);
+                ahead.advance(STEP, gridDim.x, pos);
             }
             commit_async();
         }
@@ -135,13 +188,13 @@ __global__ void __launch_bounds__(256, 1)
             if (SLOTS > 1) {
                 if (ahead.more()) {
                     fetch((slot + SLOTS - 1) % SLOTS, ahead);
-                    ahead.advance(STEP, gridDim.x, pos, 0);
+                    ahead.advance(STEP, gridDim.x, pos);
                 }
                 commit_async();
             }
             run.add(first, do_step<TYPE>(x.work, x.slot[slot], q, back, n, [] {}));
             slot = slot + 1 == SLOTS ? 0 : slot + 1;
-            now.advance(STEP, gridDim.x, pos, 0);
+            now.advance(STEP, gridDim.x, pos);
             first = now.chunk != chunk;
             if (first && g < nh) { /* the chunk is complete */
                 run.store(part + (((int64_t)blockIdx.z * a.n_head + h0 + g) * n_chunk + chunk) * PART);

@@ -7,9 +7,8 @@
 
 #include "kernels/cuda/dev.cuh"
 
-/* PART: floats of the partial result of a row, head and chunk: values, maximum, sum; [row][head][chunk] of them. FOLDERS: sums that
- * the chunks of a generated row are dealt to in turn, which are then added in order. */
-enum { D = 256, PART = D + 4, FOLDERS = 8, HEADS = 8, MAX_CHUNK = 1024, FP8_GROUP = 64 };
+/* FOLDERS: sums that the chunks of a generated row are dealt to in turn, which are then added in order. */
+enum { D = 256, FOLDERS = 8, HEADS = 8, MAX_CHUNK = 1024, FP8_GROUP = 64 };
 
 /* Rows of one phase; n_row and n_head are positive. */
 ql_status ql_attention_prompt_cuda(ql_dev *dev, const ql_attention_args *a);
