@@ -1,4 +1,4 @@
-/* What the prompt products of Hopper (9.0a) add to wgmma.cuh: barriers that count copies, bulk copies, pairs of blocks,
+/* What kernels of Hopper (9.0a) add to wgmma.cuh: barriers that count copies, bulk copies and their hints, pairs of blocks,
  * wgmma with A in registers for every type and width. A of one-byte numbers (K = 32): lane 4 g + c holds a[0] (row g, k 4c ..
  * 4c + 3), a[1] (row g + 8), a[2], a[3] (k + 16).
  */
@@ -26,6 +26,11 @@ __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+/* n arrivals. */
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, int n) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n) : "memory");
+}
+
 /* One arrival, and n bytes of copies to come. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t n) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n) : "memory");
@@ -35,6 +40,23 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, uint32_
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(n), "r"(barrier)
                  : "memory");
+}
+
+/* Weights are read once a step: what else the second-level cache holds is to outlive them. */
+__device__ __forceinline__ uint64_t read_once(void) {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void bulk_copy_as(uint64_t policy, uint32_t to, const void *from, uint32_t n,
+                                             uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                 "[%3], %4;" ::"r"(to),
+                 "l"(from), "r"(n), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+__device__ __forceinline__ void prefetch(const void *from, uint32_t n) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(n) : "memory");
 }
 
 /* To the same place in the blocks of the cluster that `mask` names, each completing its own barrier. */

@@ -6,26 +6,6 @@
 #include "kernels/cuda/chain_exchange.cuh"
 
 #if HAVE_WGMMA
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier, int n) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n) : "memory");
-}
-/* Weights are read once a step: what else the second-level cache holds is to outlive them. */
-__device__ __forceinline__ uint64_t read_once(void) {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-__device__ __forceinline__ void bulk_copy_as(uint64_t policy, uint32_t to, const void *from, uint32_t n,
-                                             uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-                 "[%3], %4;" ::"r"(to),
-                 "l"(from), "r"(n), "r"(barrier), "l"(policy)
-                 : "memory");
-}
-__device__ __forceinline__ void prefetch(const void *from, uint32_t n) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(n) : "memory");
-}
-
 /* What other blocks wrote during the run: from the second-level cache, and never before the edge that the code is behind. */
 __device__ __forceinline__ float load_fresh(const float *p) {
     float v;
