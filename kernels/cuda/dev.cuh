@@ -159,8 +159,9 @@ ql_status ql_cuda_sync(ql_dev *dev);
 
 /* ---- device helpers ---- */
 
-/* In every kernel, before anything that another kernel wrote is read (weights may be loaded before): lets the next kernel's
- * blocks come, then waits until the kernel before this one is complete. As all kernels do so, everything earlier is complete too. */
+/* In every kernel, before anything is read that another kernel of the step writes (weights, what the host copied and what earlier steps
+ * wrote may be read before): lets the next kernel's blocks come, then waits until the kernel before this one is complete. As all
+ * kernels do so, everything earlier is complete too. */
 __device__ __forceinline__ void allow_next(void) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
