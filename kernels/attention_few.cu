@@ -12,7 +12,7 @@
 #include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/bulk.cuh"
 
-enum { FEW_ROWS = 4, ROTARY = 64 };
+enum { ROTARY = 64 };
 static_assert((int)QL_SHORT_CTX == FOLDERS * SHORT, "a chunk a folder");
 
 struct few {
@@ -27,8 +27,8 @@ template <int TYPE> struct few_shared {
     enum { STEPS = QL_SHORT_CTX / form::STEP, SLOTS = TYPE == QL_KV_FP8 ? 2 : 3 };
     struct step_slot<TYPE> slot[SLOTS];
     struct step_work<TYPE> work;
-    uint8_t own[2][FEW_ROWS][form::ROW]; /* keys and values of this step's rows, as stored */
-    uint2 own_scale[2][FEW_ROWS];
+    uint8_t own[2][QL_SHORT_ROWS][form::ROW]; /* keys and values of this step's rows, as stored */
+    uint2 own_scale[2][QL_SHORT_ROWS];
     float2 max_sum[STEPS][HEADS]; /* what is sent here: of all steps, 32 channels */
     float o[STEPS][HEADS][32];
     uint64_t sent; /* barrier: all of it has come */
@@ -351,7 +351,7 @@ ql_status ql_attention_few_cuda(ql_dev *dev, const ql_attn_prep_args *p, const q
     const ql_batch *b = a->batch;
     const ql_kv_cache *c = a->cache;
     *served = false;
-    if (cuda(dev)->cc != 90 || b->phase != QL_PHASE_GEN || b->n_row < 1 || b->n_row > FEW_ROWS || b->ctx <= 0 ||
+    if (cuda(dev)->cc != 90 || b->phase != QL_PHASE_GEN || b->n_row < 1 || b->n_row > QL_SHORT_ROWS || b->ctx <= 0 ||
         b->ctx > QL_SHORT_CTX || p->batch != b || p->cache != c || p->q != a->q || p->qg != a->qg ||
         p->n_head != a->n_head || p->rotary != ROTARY || a->group > HEADS) {
         return QL_OK;

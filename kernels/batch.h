@@ -15,7 +15,7 @@ typedef struct ql_dev ql_dev;
 /* The phase, not the row count, picks kernel family and precision (docs/design.md, "One reduction order"). */
 typedef enum ql_phase { QL_PHASE_PROMPT = 0, QL_PHASE_GEN = 1 } ql_phase;
 
-enum { QL_PAGE = 64, QL_GDN_CHUNK = 64, QL_SHORT_CTX = 1024 };
+enum { QL_PAGE = 64, QL_GDN_CHUNK = 64, QL_SHORT_CTX = 1024, QL_SHORT_ROWS = 4 };
 
 /* The rows of one step. Segment s is n consecutive rows of one sequence, positions pos0[s].. in order; in the prompt
  * phase pos0 is a multiple of 64. Arrays live on the device. */
@@ -23,7 +23,8 @@ typedef struct ql_batch {
     ql_phase phase;
     int32_t n_row, n_seg;
     int32_t max_page;        /* row stride of `page` */
-    int32_t ctx;             /* QL_SHORT_CTX: rows are below that position; 0: anywhere. Launches may depend on it */
+    int32_t ctx;             /* QL_SHORT_CTX: at most QL_SHORT_ROWS rows, all below that position; 0: any. Launches may
+                              * depend on it */
     const int32_t *row_seg;  /* [n_row] segment of a row */
     const int32_t *row_pos;  /* [n_row] position in its sequence */
     const int32_t *seg_row;  /* [n_seg + 1] first row of each segment, then n_row */

@@ -482,8 +482,11 @@ static ql_status run_recorded(ql_model *m, const ql_step *step, const ql_batch *
     return ops->graph_launch(m->dev, r->graph);
 }
 
-/* ctx of the step's batch. */
+/* ctx of the step's batch. Steps of more rows launch the same anywhere, and need no recordings of their own. */
 static int32_t ctx_of(const ql_model *m, const ql_step *step) {
+    if (step->n_row > QL_SHORT_ROWS) {
+        return 0;
+    }
     const int32_t *pos = (const int32_t *)(const void *)(step->block + m->layout.row_pos);
     bool all_short = true;
     for (int32_t i = 0; i < step->n_row; i++) {
