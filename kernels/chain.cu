@@ -251,8 +251,9 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
     }
 #pragma unroll
     for (int e = 0; e < 2; e++) { /* weight rows g and g + 8 */
-        float v0 = BLOCK ? sum.total[0][2 * e] : (sum.acc[0][0][2 * e] + sum.acc[0][1][2 * e]) * sum.BACK,
-              v1 = BLOCK ? sum.total[0][2 * e + 1] : (sum.acc[0][0][2 * e + 1] + sum.acc[0][1][2 * e + 1]) * sum.BACK;
+        const float *t = sum.total[0], *even = sum.acc[0][0], *odd = sum.acc[0][1];
+        float v0 = (BLOCK ? t[2 * e] : even[2 * e] + odd[2 * e]) * sum.BACK,
+              v1 = (BLOCK ? t[2 * e + 1] : even[2 * e + 1] + odd[2 * e + 1]) * sum.BACK;
         int row = COLS == 2 ? lane & 3 : 2 * (lane & 3);
         float *to = out + ((lane >> 2) + 8 * e) * set_rows + row;
         if (COLS == 2 && row < n_row) {

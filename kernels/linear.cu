@@ -256,7 +256,7 @@ __device__ float weight_at(const struct any &p, int r, int c) {
         float v = f32_of_f16((uint16_t)((code & 7) << 9)) * 16384.0f;
         return (code & 8 ? -v : v) * f32_of_e4m3(scale);
     }
-    float v = f32_of_e4m3(unpack_e4m3(word) >> 8 * (i % 4) & 255);
+    float v = f32_of_e4m3(word >> 8 * (i % 4) & 255);
     if (p.fmt == QL_FORMAT_FP8_BLOCK) {
         int blocks = (p.col_off + p.k + QL_FP8_BLOCK - 1) / QL_FP8_BLOCK;
         v *= ((const float *)

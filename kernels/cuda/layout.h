@@ -12,8 +12,7 @@
  *   NVFP4  8 codes, E2M1 bits s eem; four as bytes s...eem., the other four likewise in the word with its bits in reverse:
  *          0x8e8e8e8e of the word: codes 2, 0, 3, 1 from the lowest byte on; of the reversed word: codes 6, 4, 7, 5
  *          (bits s 15, eem 11..9 of an f16 are the value times 2^-14, subnormals included)
- *   FP8    4 codes; 16-bit lane h holds codes h, 2+h: pair 0: s 15, eeeemmm 13..7 | pair 1: s 14, eeeemmm 6..0
- *          (bits s 15, eeeemmm 13..7 of an f16 are the value times 2^-8)
+ *   FP8    4 codes as in the file
  *
  * Plain formats stay row-major as in the file.
  */
@@ -61,22 +60,5 @@ static inline QL_HD uint32_t gather_e2m1(uint32_t v) {
 }
 
 static inline QL_HD uint32_t unpack_e2m1(uint32_t w) { return gather_e2m1(w) | gather_e2m1(reversed_bits(w)) << 16; }
-
-static inline QL_HD uint32_t pack_e4m3_lane(uint32_t a, uint32_t b) {
-    return (a >> 7 & 1) << 15 | (a & 127) << 7 | (b >> 7 & 1) << 14 | (b & 127);
-}
-
-/* n: 4 codes, the first lowest */
-static inline QL_HD uint32_t pack_e4m3(uint32_t n) {
-    return pack_e4m3_lane(n & 255, n >> 16 & 255) | pack_e4m3_lane(n >> 8 & 255, n >> 24) << 16;
-}
-
-static inline QL_HD uint32_t unpack_e4m3_lane(uint32_t v) { /* codes in bytes 0 and 2 */
-    return ((v >> 15 & 1) << 7 | (v >> 7 & 127)) | ((v >> 14 & 1) << 7 | (v & 127)) << 16;
-}
-
-static inline QL_HD uint32_t unpack_e4m3(uint32_t w) {
-    return unpack_e4m3_lane(w & 0xffff) | unpack_e4m3_lane(w >> 16) << 8;
-}
 
 #endif

@@ -143,15 +143,14 @@ __device__ __forceinline__ uint32_t high_twice(uint32_t two) {
     return d;
 }
 
-/* The two group scales of a lane, rows g and g + 8, as an f16 pair. With the codes' 2^-14 a weight is times 2^-14, and multiples of
- * the least f16 at that, so still exact. */
-__device__ __forceinline__ uint32_t group_scales(uint32_t two) {
+/* The two E4M3 numbers of the low half as an f16 pair. */
+__device__ __forceinline__ uint32_t e4m3_two(uint32_t two) {
     uint32_t s;
 #if __CUDA_ARCH__ >= 890
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(s) : "h"((uint16_t)two));
 #else
     s = __byte_perm(two, 0, 0x1404);
-    s = mul_f16x2((s >> 1) & 0x3f803f80u, 0x5c005c00u);
+    s = mul_f16x2((s & 0x80008000u) | ((s >> 1) & 0x3f803f80u), 0x5c005c00u);
 #endif
     return s;
 }
@@ -166,10 +165,16 @@ __device__ __forceinline__ void e2m1_pairs(uint32_t w, uint32_t h[4]) {
     h[3] = (r << 8) & KEPT;
 }
 
-/* Pairs 0 and 1 of an FP8 word, times 2^-8. */
-__device__ __forceinline__ uint32_t e4m3_pair0(uint32_t w) { return w & 0xbf80bf80u; }
-__device__ __forceinline__ uint32_t e4m3_pair1(uint32_t w) {
-    return ((w << 1) & 0x80008000u) | ((w << 7) & 0x3f803f80u);
+/* Pairs 0 and 1 of an FP8 word. */
+__device__ __forceinline__ void e4m3_pairs(uint32_t w, uint32_t h[2]) {
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 lo, hi;\n mov.b32 {lo, hi}, %2;\n cvt.rn.f16x2.e4m3x2 %0, lo;\n cvt.rn.f16x2.e4m3x2 %1, hi;}"
+        : "=r"(h[0]), "=r"(h[1])
+        : "r"(w));
+#else
+    h[0] = e4m3_two(w);
+    h[1] = e4m3_two(w >> 16);
+#endif
 }
 
 /* Undoes the factor that all quantized weights carry in registers; NVFP4 of generated rows takes its own share (unit.cuh). */

@@ -54,10 +54,8 @@ __device__ __forceinline__ uint32_t two_bf16(float a, float b) {
     return __float_as_uint(round_bf16(a)) >> 16 | (__float_as_uint(round_bf16(b)) & 0xffff0000u);
 }
 
-/* Pairs 0 and 1 of an FP8 word as E4M3 codes, in the order 2, 0, 3, 1. */
-__device__ __forceinline__ uint32_t e4m3_codes(uint32_t w) {
-    return (w & 0x807f807fu) | ((w << 1) & 0x7f007f00u) | ((w >> 7) & 0x00800080u);
-}
+/* The codes of an FP8 word in the order 2, 0, 3, 1. */
+__device__ __forceinline__ uint32_t e4m3_codes(uint32_t w) { return __byte_perm(w, 0, 0x1302); }
 
 __device__ __forceinline__ void copy_async16_at(uint32_t shared, const void *global) {
 #if __CUDA_ARCH__ >= 800
@@ -109,7 +107,7 @@ template <int FMT, bool X8 = false> struct operand {
     /* A fragments of the step's four instructions. */
     __device__ __forceinline__ void fragments(uint32_t (&a)[4][4]) const {
         if constexpr (FP4) {
-            uint32_t scales = mul_f16x2(group_scales(s), 0x54005400u), /* times 2^6, so a weight is times 2^-8 */
+            uint32_t scales = mul_f16x2(e4m3_two(s), 0x54005400u), /* times 2^6, so a weight is times 2^-8 */
                 sg = low_twice(scales), sg8 = high_twice(scales);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -142,10 +140,14 @@ template <int FMT, bool X8 = false> struct operand {
             } else {
                 uint4 q = v[j / 2 % N];
                 uint32_t lo = j & 1 ? q.y : q.x, hi = j & 1 ? q.w : q.z;
-                a[j][0] = e4m3_pair0(lo);
-                a[j][1] = e4m3_pair0(hi);
-                a[j][2] = e4m3_pair1(lo);
-                a[j][3] = e4m3_pair1(hi);
+                uint32_t g[2], g8[2];
+                e4m3_pairs(lo, g);
+                e4m3_pairs(hi, g8);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    a[j][2 * i] = mul_f16x2(g[i], 0x1c001c00u); /* 2^-8 */
+                    a[j][2 * i + 1] = mul_f16x2(g8[i], 0x1c001c00u);
+                }
             }
         }
     }

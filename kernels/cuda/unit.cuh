@@ -31,8 +31,9 @@ static inline struct cut cut_of(int tiles) {
 template <int FMT, int NT, int COLS> struct sums {
     static constexpr bool FP4 = FMT == QL_FORMAT_NVFP4, BLOCK = FMT == QL_FORMAT_FP8_BLOCK;
     static constexpr int KT = tile_k(FMT), STEPS = KT / 16, TOK = NT * 8 / COLS;
-    /* Weights are multiplied times 2^-14, not 2^-8 as WEIGHT_UNIT has it: once a unit instead of once a tile. */
-    static constexpr float BACK = FP4 ? 64.0f : 1.0f;
+    /* NVFP4 weights are multiplied times 2^-14 (multiples of the least f16, so exact), FP8 weights as they are; other kernels have
+     * both times 2^-8, which is what the scale of x undoes. The rest comes at the unit's end. */
+    static constexpr float BACK = FP4 ? 0x1p6f : 0x1p-8f;
     float acc[NT][2][4], total[BLOCK ? NT : 1][4];
 
     __device__ __forceinline__ void clear() {
@@ -49,7 +50,7 @@ template <int FMT, int NT, int COLS> struct sums {
     /* A tile's weights as fragments: codes w and scales s of this lane. */
     static __device__ __forceinline__ void decode(uint4 w, uint32_t s, uint32_t a[STEPS][4]) {
         if (FP4) {
-            uint32_t scales = group_scales(s), sg = low_twice(scales), sg8 = high_twice(scales), lo[8], hi[8];
+            uint32_t scales = e4m3_two(s), sg = low_twice(scales), sg8 = high_twice(scales), lo[8], hi[8];
             e2m1_pairs(w.x, lo);
             e2m1_pairs(w.y, lo + 4);
             e2m1_pairs(w.z, hi);
@@ -62,13 +63,17 @@ template <int FMT, int NT, int COLS> struct sums {
                 a[j][3] = mul_f16x2(hi[(2 * j + 1) % 8], sg8);
             }
         } else {
-            const uint32_t lo[2] = {w.x, w.y}, hi[2] = {w.z, w.w};
+            uint32_t lo[4], hi[4];
+            e4m3_pairs(w.x, lo);
+            e4m3_pairs(w.y, lo + 2);
+            e4m3_pairs(w.z, hi);
+            e4m3_pairs(w.w, hi + 2);
 #pragma unroll
             for (int j = 0; j < STEPS; j++) {
-                a[j][0] = e4m3_pair0(lo[j % 2]);
-                a[j][1] = e4m3_pair0(hi[j % 2]);
-                a[j][2] = e4m3_pair1(lo[j % 2]);
-                a[j][3] = e4m3_pair1(hi[j % 2]);
+                a[j][0] = lo[2 * j % 4];
+                a[j][1] = hi[2 * j % 4];
+                a[j][2] = lo[(2 * j + 1) % 4];
+                a[j][3] = hi[(2 * j + 1) % 4];
             }
         }
     }
@@ -103,7 +108,7 @@ template <int FMT, int NT, int COLS> struct sums {
             float v[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                v[i] = BLOCK ? total[n % (BLOCK ? NT : 1)][i] : (acc[n][0][i] + acc[n][1][i]) * BACK;
+                v[i] = (BLOCK ? total[n % (BLOCK ? NT : 1)][i] : acc[n][0][i] + acc[n][1][i]) * BACK;
             }
             if (COLS == 2) {
                 int t = n * 4 + c;

@@ -73,7 +73,7 @@ __global__ void repack_codes(const uint8_t *raw, int n_row, int64_t row_bytes, i
         for (int j = 0; j < 2; j++) {
             uint32_t v = (uint32_t)b[4 * j] | (uint32_t)b[4 * j + 1] << 8 | (uint32_t)b[4 * j + 2] << 16 |
                          (uint32_t)b[4 * j + 3] << 24;
-            w[2 * h + j] = fp4 ? pack_e2m1(v) : pack_e4m3(v);
+            w[2 * h + j] = fp4 ? pack_e2m1(v) : v;
         }
     }
     ((uint4 *)out)[i] = make_uint4(w[0], w[1], w[2], w[3]);
@@ -93,7 +93,7 @@ __global__ void unpack_codes(const uint8_t *tiles, int n_row, int64_t row_bytes,
     for (int h = 0; h < 2; h++) {
         int64_t row = rt * TILE_ROWS + (lane >> 2) + 8 * h, byte0 = ct * 32 + (lane & 3) * 8;
         for (int j = 0; j < 8; j++) {
-            uint32_t u = fp4 ? unpack_e2m1(w[2 * h + j / 4]) : unpack_e4m3(w[2 * h + j / 4]);
+            uint32_t u = fp4 ? unpack_e2m1(w[2 * h + j / 4]) : w[2 * h + j / 4];
             if (row < n_row && byte0 + j < row_bytes) {
                 raw[row * row_bytes + byte0 + j] = (uint8_t)(u >> 8 * (j & 3));
             }
