@@ -78,5 +78,5 @@ ql_status ql_attention_cuda(ql_dev *dev, const ql_attention_args *a) {
     if (a->batch->n_row == 0 || a->n_head == 0) {
         return QL_OK;
     }
-    return a->batch->phase == QL_PHASE_PROMPT ? ql_attention_prompt_cuda(dev, a) : ql_attention_gen_cuda(dev, a);
+    return a->batch->phase == QL_PHASE_PROMPT ? ql_attention_prompt_cuda(dev, a) : ql_attention_gen_cuda(dev, a, NULL);
 }

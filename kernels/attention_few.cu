@@ -12,7 +12,6 @@
 #include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/bulk.cuh"
 
-enum { ROTARY = 64 };
 static_assert((int)QL_SHORT_CTX == FOLDERS * SHORT, "a chunk a folder");
 
 struct few {
@@ -27,8 +26,7 @@ template <int TYPE> struct few_shared {
     enum { STEPS = QL_SHORT_CTX / form::STEP, SLOTS = TYPE == QL_KV_FP8 ? 2 : 3 };
     struct step_slot<TYPE> slot[SLOTS];
     struct step_work<TYPE> work;
-    uint8_t own[2][QL_SHORT_ROWS][form::ROW]; /* keys and values of this step's rows, as stored */
-    uint2 own_scale[2][QL_SHORT_ROWS];
+    struct own_rows<TYPE> own;
     float2 max_sum[STEPS][HEADS]; /* what is sent here: of all steps, 32 channels */
     float o[STEPS][HEADS][32];
     uint64_t sent; /* barrier: all of it has come */
@@ -54,36 +52,6 @@ __device__ __forceinline__ void send2(uint32_t to, float2 v, uint32_t barrier) {
                  "f"(v.x), "f"(v.y), "r"(barrier)
                  : "memory");
 }
-
-/* Asks for a page of keys or values; rows before `own` are copied, rows from n on become 0, those between are left. */
-template <int TYPE>
-__device__ __forceinline__ void fetch_page(uint8_t *to, const uint8_t *from, int piece0, int piece, int n, int own) {
-    constexpr int ROW = step_form<TYPE>::ROW,
-                  ROWS = 256 * 16 / ROW; /* rows at a time; what is swizzled is the same in all of a thread's */
-    int row = threadIdx.x / (ROW / 16);
-    uint32_t there = shared_address(to) + row * ROW + 16 * piece0;
-    from += row * ROW + 16 * piece;
-    if (min(n, own) >= QL_PAGE) {
-#pragma unroll
-        for (int i = 0; i < QL_PAGE / ROWS; i++) {
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there + i * ROWS * ROW),
-                         "l"(from + i * ROWS * ROW)
-                         : "memory");
-        }
-    } else {
-#pragma unroll 1
-        for (int i = 0; i < QL_PAGE / ROWS; i++) {
-            if (row < own || row >= n) {
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(there), "l"(from),
-                             "r"(row < n ? 16 : 0)
-                             : "memory");
-            }
-            there += ROWS * ROW;
-            from += ROWS * ROW;
-            row += ROWS;
-        }
-    }
-}
 #endif
 
 /* Block (rank in the cluster, kv head, row). */
@@ -91,7 +59,6 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
 #if HAVE_WGMMA
     typedef step_form<TYPE> form;
     typedef struct few_shared<TYPE> shared;
-    constexpr bool FP8 = TYPE == QL_KV_FP8;
     constexpr int STEP = form::STEP, PIECES = form::ROW / 16, SLOTS = shared::SLOTS;
     extern __shared__ __align__(16) unsigned char raw[];
     shared &sh = *(shared *)raw;
@@ -103,30 +70,17 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
     allow_next();
 
     /* Nothing of what is read before the wait does this step write: rows' positions and pages, keys and values of earlier steps. */
-    int pos = b.row_pos[row], seg = row, row0 = row, pos0 = pos; /* row0, pos0: the sequence's first row of this step */
-    if (b.n_seg != b.n_row) {
-        seg = b.row_seg[row];
-        row0 = b.seg_row[seg];
-        pos0 = b.seg_pos[seg];
-    }
-    const int *page = b.page + (int64_t)seg * b.max_page;
+    struct row_place here(b, row);
+    int pos = here.pos;
     int near[form::PAGES]; /* pages of the block's first step, before it is known whether it has one */
 #pragma unroll
     for (int i = 0; i < form::PAGES; i++) {
-        near[i] = page[min(rank * form::PAGES + i, b.max_page - 1)];
+        near[i] = here.page[min(rank * form::PAGES + i, b.max_page - 1)];
     }
     if (tid < 16) { /* wanted soon and long not used */
         const float *norm = (tid < 8 ? r.prep.q_norm : r.prep.k_norm) + 32 * (tid & 7);
         asm volatile("prefetch.global.L2 [%0];" ::"l"(norm));
     }
-    heads_of(r.attn, kv, &h0, &h1);
-    int nh = max(h1 - h0, 0);
-    if (tid == 0) {
-        barrier_init(sent, 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); /* this block is here, and its barrier */
-
     /* Keys and values: two groups of copies a step. */
     int piece = tid % PIECES, to_k = k_piece<TYPE>(tid / PIECES, piece), to_v = v_piece(tid / PIECES, piece);
     auto fetch = [&](int slot, int at0) {
@@ -137,15 +91,13 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
             for (int j = 0; j < form::PAGES; j++) {
                 int at = at0 + j * QL_PAGE;
                 if (at <= pos) {
-                    int here = at0 == rank * STEP ? near[j] : page[at / QL_PAGE];
-                    int64_t base = cache_row(here, cache.n_kv_head, kv, 0);
+                    int page = at0 == rank * STEP ? near[j] : here.page[at / QL_PAGE];
+                    int64_t base = cache_row(page, cache.n_kv_head, kv, 0);
                     fetch_page<TYPE>(side ? to.v[j * QL_PAGE] : to.k[j * QL_PAGE],
                                      (const uint8_t *)(side ? cache.v : cache.k) + base * form::BYTES,
-                                     side ? to_v : to_k, piece, pos + 1 - at, pos0 - at);
-                    if (FP8 && side == 0 && tid < 2 * QL_PAGE && at + (tid & 63) < pos0) {
-                        const uint2 *scale = (const uint2 *)(tid < 64 ? cache.k_scale : cache.v_scale);
-                        copy_async8((tid < 64 ? to.k_scale : to.v_scale) + j * QL_PAGE + (tid & 63),
-                                    scale + base / D + (tid & 63));
+                                     side ? to_v : to_k, piece, pos + 1 - at, here.pos0 - at);
+                    if (side == 0) {
+                        fetch_scales<TYPE>(to, j, cache, base, at, here.pos0);
                     }
                 }
             }
@@ -156,76 +108,23 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
         fetch(i, (rank + i * stride) * STEP);
     }
 
-    /* Rows to norm and rotate, a warp each: this kv head's queries, then keys and values of rows row0 ..; lane l has channels
-     * l + 32 i. */
+    heads_of(r.attn, kv, &h0, &h1);
+    int nh = max(h1 - h0, 0);
+    if (tid == 0) {
+        barrier_init(sent, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); /* this block is here, and its barrier */
     wait_previous();
-    float v[8], w[8];
-    float2 turn;
-    auto load_item = [&](int item) {
-        int own = item - nh;
-        bool is_q = own < 0;
-        const float *from =
-            is_q ? r.prep.qg + ((int64_t)row * r.attn.n_head + h0 + item) * 2 * D
-                 : (own & 1 ? r.prep.v : r.prep.k) + ((int64_t)(row0 + (own >> 1)) * cache.n_kv_head + kv) * D;
-        const float *norm = is_q ? r.prep.q_norm : r.prep.k_norm;
-        int at = is_q ? pos : pos0 + (own >> 1);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            v[i] = from[lane + 32 * i];
-            w[i] = norm[lane + 32 * i];
-        }
-        turn = ((const float2 *)(r.prep.rope + (int64_t)at * ROTARY))[lane];
-    };
-    int n_item = nh + 2 * (pos - pos0 + 1);
-    if (warp < n_item) {
-        load_item(warp);
+    struct prep_item it;
+    if (warp < n_items(here, nh)) {
+        it.load(r.prep, cache.n_kv_head, here, kv, h0, nh, warp);
     }
     float gate = 0.0f;
     if (warp < nh && rank < FOLDERS) {
         gate = r.attn.qg[((int64_t)row * r.attn.n_head + h0 + warp) * 2 * D + D + 32 * rank + lane];
     }
-    if (warp >= nh) {
-        put_q(sh.work, warp, make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0), lane);
-    }
-    bool mine = pos / STEP % stride == rank; /* the row's own position */
-#pragma unroll 1
-    for (int item = warp; item < n_item;) {
-        int t = (item - nh) >> 1, side = (item - nh) & 1;
-        bool is_q = item < nh;
-        if (is_q || side == 0) {
-            norm_row(v, w, r.prep.eps);
-            float lower = v[0], upper = v[1];
-            v[0] = rotate(lower, -upper, turn.x, turn.y);
-            v[1] = rotate(upper, lower, turn.x, turn.y);
-        }
-        if (is_q) {
-            float *line = (float *)sh.work.q[item];
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                line[lane + 32 * i] = v[i];
-            }
-            __syncwarp();
-            float4 q0 = ((const float4 *)line)[lane], q1 = ((const float4 *)line)[32 + lane];
-            __syncwarp();
-            put_q(sh.work, item, q0, q1, lane);
-        } else {
-            typedef typename form::eight eight;
-            store_row<TYPE>(sh.own[side][t], &sh.own_scale[side][t], 0, v, lane);
-            __syncwarp();
-            if (mine && pos0 + t == pos) {
-                int64_t at = cache_row(page[pos / QL_PAGE], cache.n_kv_head, kv, pos);
-                ((eight *)((uint8_t *)(side ? cache.v : cache.k) + at * form::BYTES))[lane] =
-                    ((const eight *)sh.own[side][t])[lane];
-                if (FP8 && lane == 0) {
-                    ((uint2 *)(side ? cache.v_scale : cache.k_scale))[at / D] = sh.own_scale[side][t];
-                }
-            }
-        }
-        item += 8;
-        if (item < n_item) {
-            load_item(item);
-        }
-    }
+    prepare_rows<TYPE>(sh.work, sh.own, it, r.prep, cache, here, kv, h0, nh, pos / STEP % stride == rank);
     int steps = pos / STEP + 1; /* of the row */
     if (tid == 0 && rank < FOLDERS) {
         barrier_expect(sent, (uint32_t)(steps * nh * (sizeof sh.max_sum[0][0] + sizeof sh.o[0][0])));
@@ -240,15 +139,8 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
     for (int s = rank; s < steps; s += stride) {
         auto &in = sh.slot[slot];
         wait_async<2 * (SLOTS - 1) - 1>(); /* this step's keys */
-        int at = s * STEP, own0 = max(pos0, at), own = min(pos + 1, at + STEP) - own0;
-        for (int e = tid; e < own * 2 * PIECES; e += 256) {
-            int p = own0 + e / (2 * PIECES), side = e / PIECES & 1, i = e % PIECES, to = p - at;
-            *(uint4 *)(side ? in.v[to] + 16 * v_piece(to, i) : in.k[to] + 16 * k_piece<TYPE>(to, i)) =
-                ((const uint4 *)sh.own[side][p - pos0])[i];
-            if (FP8 && i == 0) {
-                (side ? in.v_scale : in.k_scale)[to] = sh.own_scale[side][p - pos0];
-            }
-        }
+        int at = s * STEP;
+        put_own<TYPE>(in, sh.own, here, at, pos + 1);
         __syncthreads(); /* they are there; the step before has been used */
         fetch((slot + SLOTS - 1) % SLOTS, (s + (SLOTS - 1) * stride) * STEP);
         struct step_result sum =
@@ -280,8 +172,8 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
     /* Lane i: chunk i % 8, of which steps follow one another; its part of the whole, and what its steps' sums are multiplied with. */
     constexpr int PER = SHORT / STEP;
     int at = PER * (lane & 7);
-    bool here = at < steps, two = PER == 2 && at + 2 <= steps;
-    float2 a = here ? sh.max_sum[at][warp] : make_float2(-INFINITY, 0.0f);
+    bool is = at < steps, two = PER == 2 && at + 2 <= steps;
+    float2 a = is ? sh.max_sum[at][warp] : make_float2(-INFINITY, 0.0f);
     float2 z = two ? sh.max_sum[at + PER - 1][warp] : make_float2(0.0f, 0.0f);
     float most = two ? fmaxf(a.x, z.x) : a.x, a_part = 1.0f, z_part = 0.0f;
     if (two) {
@@ -294,7 +186,7 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
     for (int d = 4; d; d >>= 1) {
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
     }
-    float part = here ? expf(most - top) : 0.0f, add = fmaf(a.y, part, 0.0f), o = 0.0f, sum = 0.0f;
+    float part = is ? expf(most - top) : 0.0f, add = fmaf(a.y, part, 0.0f), o = 0.0f, sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < FOLDERS; i++) {
         float u = PER * i < steps ? sh.o[PER * i][warp][lane] : 0.0f;
@@ -351,13 +243,18 @@ ql_status ql_attention_few_cuda(ql_dev *dev, const ql_attn_prep_args *p, const q
     const ql_batch *b = a->batch;
     const ql_kv_cache *c = a->cache;
     *served = false;
-    if (cuda(dev)->cc != 90 || b->phase != QL_PHASE_GEN || b->n_row < 1 || b->n_row > QL_SHORT_ROWS || b->ctx <= 0 ||
-        b->ctx > QL_SHORT_CTX || p->batch != b || p->cache != c || p->q != a->q || p->qg != a->qg ||
-        p->n_head != a->n_head || p->rotary != ROTARY || a->group > HEADS) {
+    if (cuda(dev)->cc != 90 || b->phase != QL_PHASE_GEN || b->n_row < 1 || b->n_row > QL_SHORT_ROWS || p->batch != b ||
+        p->cache != c || p->q != a->q || p->qg != a->qg || p->n_head != a->n_head || p->rotary != ROTARY ||
+        a->group > HEADS || a->n_head < 1 || (c->type != QL_KV_F16 && c->type != QL_KV_FP8)) {
         return QL_OK;
     }
-    struct few r = {*b, *p, *a, *c};
-    return c->type == QL_KV_F16   ? run<QL_KV_F16>(dev, r, served)
-           : c->type == QL_KV_FP8 ? run<QL_KV_FP8>(dev, r, served)
-                                  : QL_OK;
+    if (b->ctx > 0 && b->ctx <= QL_SHORT_CTX) {
+        struct few r = {*b, *p, *a, *c};
+        QL_TRY(c->type == QL_KV_FP8 ? run<QL_KV_FP8>(dev, r, served) : run<QL_KV_F16>(dev, r, served));
+    }
+    if (!*served) {
+        QL_TRY(ql_attention_gen_cuda(dev, a, p));
+        *served = true;
+    }
+    return QL_OK;
 }

@@ -7,7 +7,7 @@
  *
  * F16 and FP8 caches meet q on tensor cores (cuda/attention_mma.cuh), other caches use f32 FMA.
  *
- *   split_mma, split_fma   a block a kv head and chunk, 8 query heads at a time
+ *   split_mma, split_fma   a block a kv head and chunk, 8 query heads at a time; split_mma may do attn_prep as well
  */
 #include "kernels/cuda/attention_mma.cuh"
 
@@ -109,46 +109,47 @@ template <int TYPE, int SLOTS> struct mma_shared {
     struct step_slot<TYPE> slot[SLOTS];
     struct step_work<TYPE> work;
 };
+template <int TYPE, int SLOTS> struct prep_shared {
+    struct mma_shared<TYPE, SLOTS> all;
+    struct own_rows<TYPE> own;
+};
 
-/* Block (x, kv head, row): chunks x, x + gridDim.x, .. */
-template <int TYPE, int SLOTS>
-__global__ void __launch_bounds__(256, 1)
-    split_mma(ql_batch b, struct ql_attention_args a, struct ql_kv_cache cache, int row0, int n_chunk, float *part) {
+/* Block (x, kv head, row): chunks x, x + gridDim.x, .. PREP: of at most QL_SHORT_ROWS rows and HEADS heads, with what attn_prep does. */
+template <int TYPE, int SLOTS, bool PREP>
+__global__ void __launch_bounds__(256, 1) split_mma(ql_batch b, struct ql_attention_args a, struct ql_kv_cache cache,
+                                                    int row0, int n_chunk, float *part, struct ql_attn_prep_args prep) {
     typedef step_form<TYPE> form;
-    constexpr bool FP8 = TYPE == QL_KV_FP8;
     constexpr int STEP = form::STEP, ROW = form::ROW;
     extern __shared__ __align__(16) unsigned char raw[];
     struct mma_shared<TYPE, SLOTS> &x = *(struct mma_shared<TYPE, SLOTS> *)raw;
-    after_previous();
+    struct own_rows<TYPE> &own = ((struct prep_shared<TYPE, SLOTS> *)raw)->own; /* PREP alone */
+    allow_next();
+    if (!PREP) {
+        wait_previous();
+    }
     int64_t row = row0 + blockIdx.z;
     int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2;
-    int kv = blockIdx.y, pos = b.row_pos[row], h0, h1;
+    struct row_place here(b, (int)row);
+    int kv = blockIdx.y, pos = here.pos, h0, h1;
     if ((int)blockIdx.x > chunk_of(pos)) {
         return;
     }
-    const int *page = b.page + (int64_t)b.row_seg[row] * b.max_page;
     heads_of(a, kv, &h0, &h1);
+    int piece = tid % (ROW / 16), to_k = k_piece<TYPE>(tid / (ROW / 16), piece),
+        to_v = v_piece(tid / (ROW / 16), piece);
     auto fetch = [&](int slot, const struct walk &w) {
         auto &to = x.slot[slot];
 #pragma unroll
         for (int j = 0; j < form::PAGES; j++) {
             int at = w.at + j * QL_PAGE;
             if (at < w.end) {
-                int64_t base = cache_row(page[at / QL_PAGE], cache.n_kv_head, kv, 0);
+                int64_t base = cache_row(here.page[at / QL_PAGE], cache.n_kv_head, kv, 0);
                 const uint8_t *k = (const uint8_t *)cache.k + base * form::BYTES,
                               *v = (const uint8_t *)cache.v + base * form::BYTES;
-#pragma unroll
-                for (int i = 0; i < QL_PAGE * ROW / 16 / 256; i++) {
-                    int e = i * 256 + tid, r = e / (ROW / 16), piece = e % (ROW / 16);
-                    bool real = at + r < w.end; /* weights of other rows are 0, and so must be the values */
-                    copy_async16_or_zero(to.k[j * QL_PAGE + r] + 16 * k_piece<TYPE>(r, piece), k + 16 * e, real);
-                    copy_async16_or_zero(to.v[j * QL_PAGE + r] + 16 * v_piece(r, piece), v + 16 * e, real);
-                }
-                if (FP8 && tid < QL_PAGE) {
-                    const uint8_t *scale = (const uint8_t *)(tid < 32 ? cache.k_scale : cache.v_scale);
-                    copy_async16((tid < 32 ? to.k_scale : to.v_scale) + j * QL_PAGE + 2 * (tid & 31),
-                                 scale + base / FP8_GROUP * 2 + 16 * (tid & 31));
-                }
+                int old = PREP ? here.pos0 : w.end; /* from there on own rows */
+                fetch_page<TYPE>(to.k[j * QL_PAGE], k, to_k, piece, w.end - at, PREP ? old - at : QL_PAGE);
+                fetch_page<TYPE>(to.v[j * QL_PAGE], v, to_v, piece, w.end - at, PREP ? old - at : QL_PAGE);
+                fetch_scales<TYPE>(to, j, cache, base, at, min(old, w.end));
             }
         }
     };
@@ -165,9 +166,19 @@ __global__ void __launch_bounds__(256, 1)
             }
             commit_async();
         }
-        const float4 *from = (const float4 *)(a.q + (row * a.n_head + h0 + warp) * D);
-        float4 zero = make_float4(0, 0, 0, 0);
-        put_q(x.work, warp, warp < nh ? from[lane] : zero, warp < nh ? from[32 + lane] : zero, lane);
+        if (PREP) {
+            wait_previous(); /* what was read so far no kernel of this step has written */
+            struct prep_item it;
+            if (warp < n_items(here, nh)) {
+                it.load(prep, cache.n_kv_head, here, kv, h0, nh, warp);
+            }
+            prepare_rows<TYPE>(x.work, own, it, prep, cache, here, kv, h0, nh,
+                               chunk_of(pos) % (int)gridDim.x == (int)blockIdx.x);
+        } else {
+            const float4 *from = (const float4 *)(a.q + (row * a.n_head + h0 + warp) * D);
+            float4 zero = make_float4(0, 0, 0, 0);
+            put_q(x.work, warp, warp < nh ? from[lane] : zero, warp < nh ? from[32 + lane] : zero, lane);
+        }
         __syncthreads();
         uint32_t q[16][4];
         take_q(x.work, q);
@@ -183,6 +194,9 @@ __global__ void __launch_bounds__(256, 1)
                 wait_async<0>();
             } else {
                 wait_async<(SLOTS > 1 ? SLOTS - 2 : 0)>();
+            }
+            if (PREP) {
+                put_own<TYPE>(x.slot[slot], own, here, now.at, now.end);
             }
             __syncthreads(); /* the step is there; the one before it has been used */
             if (SLOTS > 1) {
@@ -275,29 +289,37 @@ size_t ql_attention_cuda_scratch(const ql_shape *shape) {
     return shape->max_ctx > 0 ? part_bytes(rows, shape->n_head, chunk_of(shape->max_ctx - 1) + 1) : 0;
 }
 
-template <int TYPE, int SLOTS>
-static ql_status split_on_tensor_cores(ql_dev *dev, const ql_attention_args *a, dim3 grid, int row0, int n_chunk) {
-    return launch(dev, "attention", split_mma<TYPE, SLOTS>, grid, 256, sizeof(mma_shared<TYPE, SLOTS>), *a->batch, *a,
-                  *a->cache, row0, n_chunk, (float *)dev->scratch);
+template <int TYPE, int SLOTS, bool PREP>
+static ql_status split_on_tensor_cores(ql_dev *dev, const ql_attention_args *a, const ql_attn_prep_args *prep,
+                                       dim3 grid, int row0, int n_chunk) {
+    size_t bytes = PREP ? sizeof(prep_shared<TYPE, SLOTS>) : sizeof(mma_shared<TYPE, SLOTS>);
+    static_assert(sizeof(prep_shared<TYPE, SLOTS>) <= 227 * 1024, "what a block may have");
+    return launch(dev, "attention", split_mma<TYPE, SLOTS, PREP>, grid, 256, bytes, *a->batch, *a, *a->cache, row0,
+                  n_chunk, (float *)dev->scratch, PREP ? *prep : ql_attn_prep_args{});
 }
 
 /* Three steps of 64 KB where a block may have 227 KB of shared memory, one elsewhere; before compute capability 8.0 not
- * even that. */
-template <int TYPE> static ql_status split(ql_dev *dev, const ql_attention_args *a, dim3 grid, int row0, int n_chunk) {
+ * even that. With `prep`: attn_prep too. */
+template <int TYPE>
+static ql_status split(ql_dev *dev, const ql_attention_args *a, const ql_attn_prep_args *prep, dim3 grid, int row0,
+                       int n_chunk) {
     if constexpr (TYPE == QL_KV_F16 || TYPE == QL_KV_FP8) {
         int cc = cuda(dev)->cc;
+        if (prep) {
+            return split_on_tensor_cores<TYPE, 3, true>(dev, a, prep, grid, row0, n_chunk);
+        }
         if (cc == 90 || cc == 100 || cc == 103) {
-            return split_on_tensor_cores<TYPE, 3>(dev, a, grid, row0, n_chunk);
+            return split_on_tensor_cores<TYPE, 3, false>(dev, a, prep, grid, row0, n_chunk);
         }
         if (cc >= 80) {
-            return split_on_tensor_cores<TYPE, 1>(dev, a, grid, row0, n_chunk);
+            return split_on_tensor_cores<TYPE, 1, false>(dev, a, prep, grid, row0, n_chunk);
         }
     }
     return launch(dev, "attention", split_fma<TYPE>, grid, 256, sizeof(struct work_shared), *a->batch, *a, *a->cache,
                   row0, n_chunk, (float *)dev->scratch);
 }
 
-template <int TYPE> static ql_status run(ql_dev *dev, const ql_attention_args *a) {
+template <int TYPE> static ql_status run(ql_dev *dev, const ql_attention_args *a, const ql_attn_prep_args *prep) {
     const ql_batch *b = a->batch;
     const ql_kv_cache *c = a->cache;
     int n_chunk = chunk_of(b->max_page * QL_PAGE - 1) + 1;
@@ -312,18 +334,18 @@ template <int TYPE> static ql_status run(ql_dev *dev, const ql_attention_args *a
         int spread = (int)ceil_div(cuda(dev)->n_sm, (int64_t)rows * c->n_kv_head);
         spread = spread < n_chunk ? spread : n_chunk;
         dim3 grid((unsigned)spread, (unsigned)c->n_kv_head, (unsigned)rows);
-        QL_TRY(split<TYPE>(dev, a, grid, r, n_chunk));
+        QL_TRY(split<TYPE>(dev, a, prep, grid, r, n_chunk));
         QL_TRY(launch(dev, "attention: fold", fold_kernel, dim3((unsigned)a->n_head, (unsigned)rows), 64 * FOLDERS, 0,
                       *b, *a, r, n_chunk, (const float *)dev->scratch));
     }
     return QL_OK;
 }
 
-ql_status ql_attention_gen_cuda(ql_dev *dev, const ql_attention_args *a) {
+ql_status ql_attention_gen_cuda(ql_dev *dev, const ql_attention_args *a, const ql_attn_prep_args *prep) {
     switch (a->cache->type) {
-    case QL_KV_F32: return run<QL_KV_F32>(dev, a);
-    case QL_KV_BF16: return run<QL_KV_BF16>(dev, a);
-    case QL_KV_FP8: return run<QL_KV_FP8>(dev, a);
-    default: return run<QL_KV_F16>(dev, a);
+    case QL_KV_F32: return run<QL_KV_F32>(dev, a, NULL);
+    case QL_KV_BF16: return run<QL_KV_BF16>(dev, a, NULL);
+    case QL_KV_FP8: return run<QL_KV_FP8>(dev, a, prep);
+    default: return run<QL_KV_F16>(dev, a, prep);
     }
 }

@@ -12,7 +12,9 @@ enum { D = 256, FOLDERS = 8, HEADS = 8, MAX_CHUNK = 1024, FP8_GROUP = 64 };
 
 /* Rows of one phase; n_row and n_head are positive. */
 ql_status ql_attention_prompt_cuda(ql_dev *dev, const ql_attention_args *a);
-ql_status ql_attention_gen_cuda(ql_dev *dev, const ql_attention_args *a);
+/* prep: NULL, or the op before, done as well: compute capability 9.0, F16 and FP8 caches, at most QL_SHORT_ROWS rows, HEADS heads a group and
+ * ROTARY channels rotated. */
+ql_status ql_attention_gen_cuda(ql_dev *dev, const ql_attention_args *a, const ql_attn_prep_args *prep);
 ql_status ql_attention_group_cuda(ql_dev *dev,
                                   const ql_attention_args *a); /* prompt rows, precision bf16, GPUs of 9.0 */
 

@@ -80,6 +80,39 @@ template <int TYPE> __device__ __forceinline__ int k_piece(int row, int piece) {
 }
 __device__ __forceinline__ int v_piece(int row, int piece) { return piece ^ (row >> 1 & 3) << 1; }
 
+/* Copies a page of a head's keys or values from memory, as a block: `place` is where k_piece or v_piece puts the piece `piece` of the
+ * thread's rows. Rows before `own` are copied, rows from n on become 0 (their weights are 0, and so must be their values), those
+ * between are left. */
+template <int TYPE>
+__device__ __forceinline__ void fetch_page(uint8_t *to, const uint8_t *from, int place, int piece, int n, int own) {
+#if __CUDA_ARCH__ >= 800
+    constexpr int ROW = step_form<TYPE>::ROW, ROWS = 256 * 16 / ROW; /* at a time; a thread's rows are swizzled alike */
+    int row = threadIdx.x / (ROW / 16);
+    uint32_t there = (uint32_t)__cvta_generic_to_shared(to) + row * ROW + 16 * place;
+    from += row * ROW + 16 * piece;
+    if (min(n, own) >= QL_PAGE) {
+#pragma unroll
+        for (int i = 0; i < QL_PAGE / ROWS; i++) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there + i * ROWS * ROW),
+                         "l"(from + i * ROWS * ROW)
+                         : "memory");
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < QL_PAGE / ROWS; i++) {
+            if (row < own || row >= n) {
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(there), "l"(from),
+                             "r"(row < n ? 16 : 0)
+                             : "memory");
+            }
+            there += ROWS * ROW;
+            from += ROWS * ROW;
+            row += ROWS;
+        }
+    }
+#endif
+}
+
 /* x and y as f16 pairs: the nearest, and 2^11 times what that lost. */
 __device__ __forceinline__ void two_parts(float x, float y, uint32_t *hi, uint32_t *lo) {
     __half2 h = __floats2half2_rn(x, y);
@@ -115,6 +148,143 @@ template <int TYPE> __device__ __forceinline__ void take_q(const struct step_wor
         q[i][0] = v.x, q[i][1] = v.y, q[i][2] = v.z, q[i][3] = v.w;
     }
 }
+
+/* ---- rows of this step --------------------------------------------------------------------------------------------- */
+
+/* Kernels that are prep and attention in one make the queries of a kv head in each of its blocks, and the keys and values of the row's
+ * sequence of this step, which nobody else may have written yet; the block that has the row's own position writes those of the row. */
+
+enum { ROTARY = 64 };
+
+/* A row: its position, its segment, the segment's first row and that one's position, the segment's pages. */
+struct row_place {
+    int row, pos, seg, row0, pos0;
+    const int *page;
+
+    __device__ __forceinline__ row_place(const ql_batch &b, int i) {
+        row = seg = row0 = i;
+        pos = pos0 = b.row_pos[i];
+        if (b.n_seg != b.n_row) {
+            seg = b.row_seg[i];
+            row0 = b.seg_row[seg];
+            pos0 = b.seg_pos[seg];
+        }
+        page = b.page + (int64_t)seg * b.max_page;
+    }
+};
+
+/* Keys and values as stored, of rows row0 .. */
+template <int TYPE> struct own_rows {
+    uint8_t row[2][QL_SHORT_ROWS][step_form<TYPE>::ROW];
+    uint2 scale[2][QL_SHORT_ROWS];
+};
+
+/* What a warp makes one of: item i < nh is query head h0 + i, then keys and values of row row0, of the next, .. Lane l has channels
+ * l + 32 i. */
+struct prep_item {
+    float v[8], w[8];
+    float2 turn;
+
+    __device__ __forceinline__ void load(const struct ql_attn_prep_args &a, int n_kv, const struct row_place &at,
+                                         int kv, int h0, int nh, int item) {
+        int own = item - nh, lane = threadIdx.x & 31;
+        bool is_q = own < 0;
+        const float *from = is_q ? a.qg + ((int64_t)at.row * a.n_head + h0 + item) * 2 * D
+                                 : (own & 1 ? a.v : a.k) + ((int64_t)(at.row0 + (own >> 1)) * n_kv + kv) * D;
+        const float *norm = is_q ? a.q_norm : a.k_norm;
+        int pos = is_q ? at.pos : at.pos0 + (own >> 1);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[i] = from[lane + 32 * i];
+            w[i] = norm[lane + 32 * i];
+        }
+        turn = ((const float2 *)(a.rope + (int64_t)pos * ROTARY))[lane];
+    }
+};
+
+__device__ __forceinline__ int n_items(const struct row_place &at, int nh) { return nh + 2 * (at.pos - at.pos0 + 1); }
+
+/* All items, `it` being the warp's first, loaded if there is one; queries of heads from nh on are 0. mine: this block has the row's own
+ * position. The block has to meet before anybody reads. */
+template <int TYPE>
+__device__ __forceinline__ void prepare_rows(struct step_work<TYPE> &x, struct own_rows<TYPE> &own,
+                                             struct prep_item &it, const struct ql_attn_prep_args &a,
+                                             const struct ql_kv_cache &cache, const struct row_place &at, int kv,
+                                             int h0, int nh, bool mine) {
+    typedef step_form<TYPE> form;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = n_items(at, nh);
+    if (warp >= nh) {
+        put_q(x, warp, make_float4(0, 0, 0, 0), make_float4(0, 0, 0, 0), lane);
+    }
+#pragma unroll 1
+    for (int item = warp; item < n;) {
+        int t = (item - nh) >> 1, side = (item - nh) & 1;
+        bool is_q = item < nh;
+        if (is_q || side == 0) {
+            norm_row(it.v, it.w, a.eps);
+            float lower = it.v[0], upper = it.v[1];
+            it.v[0] = rotate(lower, -upper, it.turn.x, it.turn.y);
+            it.v[1] = rotate(upper, lower, it.turn.x, it.turn.y);
+        }
+        if (is_q) {
+            float *line = (float *)x.q[item];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                line[lane + 32 * i] = it.v[i];
+            }
+            __syncwarp();
+            float4 q0 = ((const float4 *)line)[lane], q1 = ((const float4 *)line)[32 + lane];
+            __syncwarp();
+            put_q(x, item, q0, q1, lane);
+        } else {
+            typedef typename form::eight eight;
+            store_row<TYPE>(own.row[side][t], &own.scale[side][t], 0, it.v, lane);
+            __syncwarp();
+            if (mine && at.pos0 + t == at.pos) {
+                int64_t to = cache_row(at.page[at.pos / QL_PAGE], cache.n_kv_head, kv, at.pos);
+                ((eight *)((uint8_t *)(side ? cache.v : cache.k) + to * form::BYTES))[lane] =
+                    ((const eight *)own.row[side][t])[lane];
+                if (form::GROUPS > 1 && lane == 0) {
+                    ((uint2 *)(side ? cache.v_scale : cache.k_scale))[to / D] = own.scale[side][t];
+                }
+            }
+        }
+        item += 8;
+        if (item < n) {
+            it.load(a, cache.n_kv_head, at, kv, h0, nh, item);
+        }
+    }
+}
+
+/* This step's rows into the slot of positions `begin` on, of which the row sees those up to its own and below `end`. */
+template <int TYPE>
+__device__ __forceinline__ void put_own(struct step_slot<TYPE> &to, const struct own_rows<TYPE> &own,
+                                        const struct row_place &at, int begin, int end) {
+    constexpr int STEP = step_form<TYPE>::STEP, PIECES = step_form<TYPE>::ROW / 16;
+    int first = max(at.pos0, begin), n = min(end, begin + STEP) - first;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < n * 2 * PIECES; e += 256) {
+        int p = first + e / (2 * PIECES), side = e / PIECES & 1, i = e % PIECES, row = p - begin;
+        *(uint4 *)(side ? to.v[row] + 16 * v_piece(row, i) : to.k[row] + 16 * k_piece<TYPE>(row, i)) =
+            ((const uint4 *)own.row[side][p - at.pos0])[i];
+        if (TYPE == QL_KV_FP8 && i == 0) {
+            (side ? to.v_scale : to.k_scale)[row] = own.scale[side][p - at.pos0];
+        }
+    }
+}
+
+/* Scales of a page's positions at .. that are below `end`, of keys by the first 64 threads and of values by the next. */
+template <int TYPE>
+__device__ __forceinline__ void fetch_scales(struct step_slot<TYPE> &to, int j, const struct ql_kv_cache &cache,
+                                             int64_t base, int at, int end) {
+    int tid = threadIdx.x;
+    if (TYPE == QL_KV_FP8 && tid < 2 * QL_PAGE && at + (tid & 63) < end) {
+        const uint2 *scale = (const uint2 *)(tid < 64 ? cache.k_scale : cache.v_scale);
+        copy_async8((tid < 64 ? to.k_scale : to.v_scale) + j * QL_PAGE + (tid & 63), scale + base / D + (tid & 63));
+    }
+}
+
+/* ---- a step ----------------------------------------------------------------------------------------------------------- */
 
 /* Result of a step: of head g its largest score, the sum of weights relative to that, and sums of weighted values, o[i][e] for channel
  * 32 warp + 4 (2 c + e) + i. */
