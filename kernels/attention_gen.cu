@@ -121,24 +121,17 @@ __global__ void __launch_bounds__(256, 1) split_mma(ql_batch b, struct ql_attent
     typedef step_form<TYPE> form;
     constexpr int STEP = form::STEP, ROW = form::ROW;
     extern __shared__ __align__(16) unsigned char raw[];
-    struct mma_shared<TYPE, SLOTS> &x = *(struct mma_shared<TYPE, SLOTS> *)raw;
+    struct mma_shared<TYPE, SLOTS> &sh = *(struct mma_shared<TYPE, SLOTS> *)raw;
     struct own_rows<TYPE> &own = ((struct prep_shared<TYPE, SLOTS> *)raw)->own; /* PREP alone */
     allow_next();
-    if (!PREP) {
-        wait_previous();
-    }
     int64_t row = row0 + blockIdx.z;
     int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2;
     struct row_place here(b, (int)row);
     int kv = blockIdx.y, pos = here.pos, h0, h1;
-    if ((int)blockIdx.x > chunk_of(pos)) {
-        return;
-    }
-    heads_of(a, kv, &h0, &h1);
     int piece = tid % (ROW / 16), to_k = k_piece<TYPE>(tid / (ROW / 16), piece),
         to_v = v_piece(tid / (ROW / 16), piece);
     auto fetch = [&](int slot, const struct walk &w) {
-        auto &to = x.slot[slot];
+        auto &to = sh.slot[slot];
 #pragma unroll
         for (int j = 0; j < form::PAGES; j++) {
             int at = w.at + j * QL_PAGE;
@@ -153,10 +146,8 @@ __global__ void __launch_bounds__(256, 1) split_mma(ql_batch b, struct ql_attent
             }
         }
     };
-    for (; h0 < h1; h0 += HEADS) {
-        int nh = min(HEADS, h1 - h0), slot = 0;
-        __syncthreads(); /* slots and q have been read */
-        struct walk now, ahead;
+    struct walk now, ahead;
+    auto begin = [&] {
         now.enter(blockIdx.x, pos);
         ahead = now;
         for (int i = 0; i < SLOTS - 1; i++) {
@@ -166,23 +157,35 @@ __global__ void __launch_bounds__(256, 1) split_mma(ql_batch b, struct ql_attent
             }
             commit_async();
         }
+    };
+    if (PREP) {
+        begin(); /* keys and values of earlier steps, which no kernel of this one writes */
+    }
+    wait_previous();
+    if ((int)blockIdx.x > chunk_of(pos)) {
+        return;
+    }
+    heads_of(a, kv, &h0, &h1);
+    do {
+        int nh = max(min(HEADS, h1 - h0), 0), slot = 0;
         if (PREP) {
-            wait_previous(); /* what was read so far no kernel of this step has written */
             struct prep_item it;
             if (warp < n_items(here, nh)) {
                 it.load(prep, cache.n_kv_head, here, kv, h0, nh, warp);
             }
-            prepare_rows<TYPE>(x.work, own, it, prep, cache, here, kv, h0, nh,
+            prepare_rows<TYPE>(sh.work, own, it, prep, cache, here, kv, h0, nh,
                                chunk_of(pos) % (int)gridDim.x == (int)blockIdx.x);
         } else {
+            __syncthreads(); /* slots and q have been read */
+            begin();
             const float4 *from = (const float4 *)(a.q + (row * a.n_head + h0 + warp) * D);
             float4 zero = make_float4(0, 0, 0, 0);
-            put_q(x.work, warp, warp < nh ? from[lane] : zero, warp < nh ? from[32 + lane] : zero, lane);
+            put_q(sh.work, warp, warp < nh ? from[lane] : zero, warp < nh ? from[32 + lane] : zero, lane);
         }
         __syncthreads();
         uint32_t q[16][4];
-        take_q(x.work, q);
-        float back = x.work.back[g];
+        take_q(sh.work, q);
+        float back = sh.work.back[g];
         bool first = true;
         struct chunk_result run;
         while (now.more()) {
@@ -196,7 +199,7 @@ __global__ void __launch_bounds__(256, 1) split_mma(ql_batch b, struct ql_attent
                 wait_async<(SLOTS > 1 ? SLOTS - 2 : 0)>();
             }
             if (PREP) {
-                put_own<TYPE>(x.slot[slot], own, here, now.at, now.end);
+                put_own<TYPE>(sh.slot[slot], own, here, now.at, now.end);
             }
             __syncthreads(); /* the step is there; the one before it has been used */
             if (SLOTS > 1) {
@@ -206,7 +209,7 @@ __global__ void __launch_bounds__(256, 1) split_mma(ql_batch b, struct ql_attent
                 }
                 commit_async();
             }
-            run.add(first, do_step<TYPE>(x.work, x.slot[slot], q, back, n, [] {}));
+            run.add(first, do_step<TYPE>(sh.work, sh.slot[slot], q, back, n, [] {}));
             slot = slot + 1 == SLOTS ? 0 : slot + 1;
             now.advance(STEP, gridDim.x, pos);
             first = now.chunk != chunk;
@@ -214,7 +217,8 @@ __global__ void __launch_bounds__(256, 1) split_mma(ql_batch b, struct ql_attent
                 run.store(part + (((int64_t)blockIdx.z * a.n_head + h0 + g) * n_chunk + chunk) * PART);
             }
         }
-    }
+        h0 += HEADS;
+    } while (!PREP && h0 < h1);
 }
 
 /* ---- folding ------------------------------------------------------------------------------------------------------ */

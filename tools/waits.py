@@ -21,8 +21,9 @@ import sys
 DEPENDENT = re.compile(r"(?<!Idx\.)(?<!Dim\.)\b(x|xs|x8|xscale|xsum|y|out|stack|flag|residual|delta|cache|best|stat|counts?|"
                        r"qg|prep\.[kv]|attn\.[qo])\b")
 # Names of these that a kernel may say nevertheless: what it reads before it waits was written before its step began, and every
-# step begins behind a copy from the host, which waits for all before it.
-OF_EARLIER_STEPS = {"few_kernel": {"cache"}}
+# step begins behind a copy from the host, which waits for all before it. split_mma reads the cache there in the form with attn_prep,
+# which leaves out this step's rows; in the other, attn_prep is the kernel before.
+OF_EARLIER_STEPS = {"few_kernel": {"cache"}, "split_mma": {"cache"}}
 # Declarations that follow no pointer but into shared memory.
 HARMLESS = re.compile(
     r"^(?:#\w+.*|(?:extern )?__shared__ .*|typedef .*|using .*|constexpr .*|"
