@@ -207,8 +207,11 @@ template <int TYPE> __global__ void __launch_bounds__(256, 1) few_kernel(const _
 
 /* On clusters of a size that lets all of them run at once; without one it is not served. */
 template <int TYPE> static ql_status run(ql_dev *dev, const struct few &r, bool *served) {
+    enum { MOST = few_shared<TYPE>::STEPS, SIZES = MOST / FOLDERS };
     auto kernel = few_kernel<TYPE>;
-    int clusters = r.cache.n_kv_head * r.batch.n_row, at_once = 0, bytes = sizeof(struct few_shared<TYPE>);
+    struct cluster_room &room = cuda(dev)->few[TYPE == QL_KV_FP8];
+    static_assert((int)SIZES == 1 || (int)SIZES == 2, "blocks of a cluster: MOST, MOST / 2");
+    int clusters = r.cache.n_kv_head * r.batch.n_row, bytes = sizeof(struct few_shared<TYPE>);
     cudaLaunchAttribute with[2];
     with[0].id = cudaLaunchAttributeClusterDimension;
     with[0].val.clusterDim.y = with[0].val.clusterDim.z = 1;
@@ -220,18 +223,27 @@ template <int TYPE> static ql_status run(ql_dev *dev, const struct few &r, bool 
     config.stream = cuda(dev)->stream;
     config.attrs = with;
     cuda(dev)->last_op = "attention";
-    CU_TRY(dev, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-           "attention");
-    CU_TRY(dev, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-           "attention");
-    for (unsigned size = few_shared<TYPE>::STEPS; size >= FOLDERS && !*served; size /= 2) {
-        with[0].val.clusterDim.x = size;
-        config.gridDim = dim3(size, (unsigned)r.cache.n_kv_head, (unsigned)r.batch.n_row);
+    if (!room.known) {
+        CU_TRY(dev, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               "attention");
+        CU_TRY(dev, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               "attention");
         config.numAttrs = 1;
-        if (cudaOccupancyMaxActiveClusters(&at_once, kernel, &config) != cudaSuccess) {
-            cudaGetLastError(); /* no clusters of this size */
-        } else if (at_once >= clusters) {
-            config.numAttrs = 2;
+        for (int i = 0; i < SIZES; i++) {
+            unsigned size = with[0].val.clusterDim.x = MOST >> i;
+            config.gridDim = dim3(size, (unsigned)cuda(dev)->n_sm); /* more than there is room for */
+            if (cudaOccupancyMaxActiveClusters(&room.at_once[i], kernel, &config) != cudaSuccess) {
+                cudaGetLastError(); /* no clusters of this size */
+                room.at_once[i] = 0;
+            }
+        }
+        room.known = true;
+    }
+    config.numAttrs = 2;
+    for (int i = 0; i < SIZES && !*served; i++) {
+        if (room.at_once[i] >= clusters) {
+            unsigned size = with[0].val.clusterDim.x = MOST >> i;
+            config.gridDim = dim3(size, (unsigned)r.cache.n_kv_head, (unsigned)r.batch.n_row);
             CU_TRY(dev, cudaLaunchKernelEx(&config, kernel, r), "attention");
             *served = true;
         }

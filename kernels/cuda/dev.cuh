@@ -26,6 +26,12 @@ struct pending_copy {
 enum q8_kernel { Q8_AUTO, Q8_DP4A, Q8_WMMA, Q8_WIDE, Q8_REFERENCE, Q8_KERNELS };
 extern const char *const ql_q8_kernel_names[Q8_KERNELS];
 
+/* How many clusters of a kernel the GPU runs at once, of the sizes that it comes in; asked at the first launch. */
+struct cluster_room {
+    bool known;
+    int at_once[2];
+};
+
 struct cuda_dev {
     int ordinal, n_sm, cc; /* cc: of the code that runs, 90 for 9.0; the GPU may be newer */
     int block_shared;      /* bytes of shared memory that a block may have */
@@ -49,6 +55,7 @@ struct cuda_dev {
     int wide_min_rows;        /* from how many rows on AUTO is WIDE */
     bool no_shared_q8;        /* each product of one x makes the INT8 codes of x for itself */
     const char *last_op;
+    struct cluster_room few[2]; /* of attention_few.cu, with F16 and FP8 caches */
 };
 
 static inline struct cuda_dev *cuda(const ql_dev *dev) { return (struct cuda_dev *)dev->impl; }
