@@ -29,6 +29,11 @@
  * products, 32 at a time aligned to the largest among them and the sum so far, 13 bits below which are kept. Results are
  * within 2^-11 of the sum of magnitudes, little beside the rounding of x (2^-4 of each element).
  *
+ * F16 matrix instructions in code for compute capability 7.5 take 8 products at a time, exact, aligned to the largest among
+ * them and the sum so far, 24 bits below which are kept (25 on Hopper); the sum of that is cut to 24 bits (MMA-Sim,
+ * arXiv:2511.10909). The eight that are not the largest lose less than 2^-24 of it each and the sum less than 2^-23 of itself,
+ * all towards zero: within 10 * 2^-24 of the largest an instruction, 10 k/8 2^-24 of the sum of magnitudes a slice of k columns.
+ *
  * Shapes: x f32 [T][ldx], y f32 [T][ldy], strides in elements. x and y do not overlap. NaN in x stays in its own row.
  * Each row of y depends on its row of x alone.
  * Bytes: n * row_bytes(k) + scales + 4 T (k + n). Flops: 2 T n k.

@@ -4,6 +4,10 @@
  */
 #include "tests/kcheck.h"
 
+#if QL_CUDA
+#include "kernels/cuda.h"
+#endif
+
 #include <math.h>
 #include <string.h>
 #include <zlib.h>
@@ -622,16 +626,38 @@ static void oracle_x(const int32_t *p, const float *x, double *out) {
     }
 }
 
+/* Whether prompt rows go through F16 matrix instructions in code for 7.5: twice as many sums as of 16 products, each cut off. */
+static bool cuts_by_8(const kc_run *run) {
+#if QL_CUDA
+    const int32_t *p = run->c->p;
+    bool f16 = p[P_FORMAT] == QL_FORMAT_F16 && (p[P_PRECISION] == QL_PREC_BF16 || p[P_PRECISION] == QL_PREC_FP8);
+    bool packed = is_fp8(p[P_FORMAT]) || (p[P_FORMAT] == QL_FORMAT_NVFP4 && p[P_PRECISION] != QL_PREC_Q8);
+    ql_cuda_device info;
+    ql_error err = {0};
+    return strcmp(run->dev->ops->name, "cuda") == 0 && p[P_PHASE] == QL_PHASE_PROMPT && (f16 || packed) &&
+           p[P_K] / p[P_SLICES] % 64 == 0 && ql_cuda_info(0, &info, &err) == QL_OK && info.code == 75;
+#else
+    (void)run;
+    return false;
+#endif
+}
+
 /* Bound: with u = 2^-24, a sum of m = k_slice / 16 products in an accumulator, 4 additions of accumulators, up to 3 of
  * slices, up to 3 scalings and, block by block, one multiply and add for each block of at most 128 / 16 = 8 products:
- * (m + m / 8 + 12) u of the sum of magnitudes. Results and products below the normal range lose 2^-149 each. */
+ * (m + m / 8 + 12) u of the sum of magnitudes. Results and products below the normal range lose 2^-149 each.
+ *
+ * Prompts in code for 7.5: for each of the 8 instructions of a step of 64 columns 10 u of its largest addend (linear.h), in place
+ * of m u; 4 u for x in two parts of 11 bits, in place of the 4 additions. No addend of a step is larger than the sum before the
+ * step and the step's magnitudes together. */
 static void oracle(kc_run *run) {
     const int32_t *p = run->c->p;
     const matrix *m = run->user;
     int64_t n = p[P_N], k = p[P_K], ldx = k + p[P_PAD_X], ldy = n + p[P_PAD_Y];
     double *want = kc_want(&run->buf[Y]), *tol = kc_tol(&run->buf[Y]);
     double *x = malloc(sizeof(double) * (size_t)(p[P_T] * k + 1)), *w = malloc(sizeof(double) * (size_t)k);
-    double products = (double)(k / p[P_SLICES]) / 16 + 1, bound = (products * 1.125 + 12) * 0x1p-24;
+    bool by_8 = cuts_by_8(run), block = p[P_FORMAT] == QL_FORMAT_FP8_BLOCK; /* whose blocks are summed by themselves */
+    int64_t ks = k / p[P_SLICES];
+    double products = (double)ks / 16 + 1, bound = ((by_8 ? 0 : products) + products / 8 + 12) * 0x1p-24;
     if (strcmp(run->dev->ops->name, "cuda") == 0 && p[P_PHASE] == QL_PHASE_PROMPT && p[P_PRECISION] == QL_PREC_FP8 &&
         is_fp8(p[P_FORMAT]) && k / p[P_SLICES] % 128 == 0) {
         bound = 0x1p-11; /* sums of FP8 tensor cores (linear.h) */
@@ -649,14 +675,19 @@ static void oracle(kc_run *run) {
                 w[c] = weight_at(m, row, p[P_COL0] + c);
             }
             for (int32_t t = 0; t < p[P_T]; t++) {
-                double sum = 0, magnitude = 0;
+                double sum = 0, magnitude = 0, part = 0, before = 0;
                 for (int64_t c = 0; c < k; c++) {
-                    sum += x[t * k + c] * w[c];
-                    magnitude += fabs(x[t * k + c] * w[c]);
+                    double v = x[t * k + c] * w[c];
+                    part = c % ks == 0 || (block && (p[P_COL0] + c) % 128 == 0) ? 0 : part;
+                    before += c % 64 == 0 ? fabs(part) : 0;
+                    part += v;
+                    sum += v;
+                    magnitude += fabs(v);
                 }
                 /* An infinite x and a zero weight, or infinities of both signs, are a NaN; a lone infinity may stay. */
                 want[t * ldy + r] = sum;
                 tol[t * ldy + r] = bound * magnitude + (double)k * 0x1p-149;
+                tol[t * ldy + r] += by_8 ? 80 * 0x1p-24 * (before + magnitude) : 0;
             }
         }
     }
