@@ -26,8 +26,14 @@ constexpr int x_keep = KIND == X_STORED   ? (X8 ? 3 : 5)
                        : KIND == X_SWIGLU ? (X8 ? 2 : 3)
                                           : 1;
 
-/* Blocks an SM: those of a gated norm have little work and much to wait for. */
-template <bool X8, enum x_source_kind KIND> constexpr int x_blocks = KIND != X_GATED_NORM ? (X8 ? 5 : 8) : X8 ? 8 : 12;
+/* Blocks an SM: those of a gated norm have little work and much to wait for. An SM of 7.5 has room for 1,024 threads. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+enum { X_BLOCKS = 8 };
+#else
+enum { X_BLOCKS = 12 };
+#endif
+template <bool X8, enum x_source_kind KIND>
+constexpr int x_blocks = KIND == X_GATED_NORM ? (X8 ? 8 : X_BLOCKS) : (X8 ? 5 : 8);
 
 template <enum x_mode MODE, enum x_source_kind KIND>
 __global__ void __launch_bounds__(X_THREADS, x_blocks<MODE == X_E4M3, KIND>)
