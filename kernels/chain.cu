@@ -40,6 +40,18 @@ __device__ __forceinline__ int wait_count(const int *so_far, int seen, int n) {
     return seen;
 }
 
+/* A block's i-th task; i may be one too many. */
+__device__ __forceinline__ int task_of(const struct deal &d, int i) {
+    int beyond = i - d.mine;
+    return beyond < 0 ? (int)blockIdx.x + i * (int)gridDim.x
+                      : d.all + (int)(gridDim.x - 1 - blockIdx.x) + beyond * d.late;
+}
+
+/* How many of 0 .. n - 1 are `first` and multiples of `step` further. */
+__device__ __forceinline__ int count_of(int n, int first, int step) {
+    return first < min(n, step) ? (n - 1 - first) / step + 1 : 0;
+}
+
 /* First column tile of a unit of a piece. */
 __device__ __forceinline__ int tile_of(const struct product &p, int unit) {
     int slice = unit * p.by_slice >> 16;
@@ -90,7 +102,8 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
         }
         const struct product &p = sh->op[i].product;
         bool fp4 = p.format == QL_FORMAT_NVFP4;
-        int pieces = p.epilogue == GATED ? 2 : 1, units = p.units, by_slice = p.by_slice, n_tasks = p.n_task;
+        int pieces = p.epilogue == GATED ? 2 : 1, units = p.units, by_slice = p.by_slice, n_tasks = p.tasks;
+        const struct deal deal = p.deal;
         struct cut cut = p.cut;
         uint32_t tile_bytes = fp4 ? TILE_BYTES + TILE_SCALE_BYTES : TILE_BYTES;
         auto tile_at = [&](int u) { /* as tile_of */
@@ -106,7 +119,8 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
                 prefetch(p.plain[j].w + (int64_t)row * p.k * 2, p.k * 2);
             }
         }
-        for (int task = blockIdx.x; task < n_tasks; task += gridDim.x, n_task++) {
+        for (int k = 0; k < n_tasks; k++, n_task++) {
+            int task = task_of(deal, k);
             struct extra *x = (struct extra *)(extras + n_task % ahead_of(R) * r.extra_bytes);
             finished = wait_count(&sh->finished, finished, n_task - ahead_of(R)); /* whose data and sums were there */
             for (int piece = 0; piece < pieces; piece++) {
@@ -343,8 +357,9 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
         int count = split ? slices / 2 : slices, q0 = split ? half * count : 0;
         int from = in_tile * R + ((gated ? half * p.units : 0) + q0 * p.cut.per_slice) * step;
 #pragma unroll 1
-        for (int left = p.tasks - 1, task = blockIdx.x; left >= 0; left--, task += gridDim.x, n++) {
-            int set = n % ahead_of(R), row_tile = task >> p.log_parts, which = 0;
+        for (int k = 0; k < p.tasks; k++, n++) {
+            bool last = k + 1 == p.tasks;
+            int task = task_of(p.deal, k), set = n % ahead_of(R), row_tile = task >> p.log_parts, which = 0;
             while (!gated && which + 1 < p.n_target && row_tile >= p.target[which].row_tiles) {
                 row_tile -= p.target[which++].row_tiles;
             }
@@ -356,8 +371,7 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
             int wr = row_tile * TILE_ROWS + in_tile, ldy = conv ? t.n : t.ldy, s = -1;
             float *y = (conv ? p.u : t.y + (task & (p.parts - 1)) * p.part_stride) + wr, *tail = NULL;
             if (lane == 0) { /* for the arrivals that there are not */
-                barrier_arrive(shared_address(&sh->summed[set]),
-                               SUM_ARRIVALS - all_units(p) - (left == 0 ? N_WARP : 0));
+                barrier_arrive(shared_address(&sh->summed[set]), SUM_ARRIVALS - all_units(p) - (last ? N_WARP : 0));
             }
             barrier_wait(shared_address(&sh->summed[set]), n / ahead_of(R) & 1);
             float f = *scale, x0 = 0.0f, x1 = 0.0f, x2 = 0.0f;
@@ -398,7 +412,7 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
                     x1 = x2;
                     x2 = now;
                 }
-                if (conv || gated) {
+                if (conv || gated || which == p.silu) {
                     v = silu(v);
                 }
                 if (half == 0 && p.exchange < 0) {
@@ -413,10 +427,10 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
                 asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&sh->finished)), "r"(n + 1)
                              : "memory");
             }
-            if (lane == 0 && task < p.early && task + (int)gridDim.x >= p.early) {
+            if (lane == 0 && task < p.early && task_of(p.deal, k + 1) >= p.early) {
                 arrive_early(r);
             }
-            if (left == 0) {
+            if (last) {
                 arrive(r, sh, sh->op[i]);
             }
         }
@@ -478,7 +492,7 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
         uint32_t slot_at = shared_address(room + RING_AT) + slot * SLOT_BYTES;
         struct piece_of q = {};
         if (FMT == QL_FORMAT_FP8_BLOCK) {
-            q = find_piece_of(p, (int)blockIdx.x + (task - p.task0) * (int)gridDim.x, piece);
+            q = find_piece_of(p, task_of(p.deal, task - p.task0), piece);
         }
         /* What the slot held before has come: a wait by parity is for at most a turn of the ring. */
         come = wait_count(&sh->come, come, in - r.n_slot);
@@ -582,7 +596,7 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
         }
         sync_warps();
         float keep = sh->gate[0], beta = sh->gate[1], sum[4] = {}, out[4] = {};
-        if (warp == 8) { /* it has no part of the state */
+        if (warp == 8 && g.z) { /* it has no part of the state */
             if (edge && lane == 0) {
                 await_arrivals(&r.edges->count, sh->base + gridDim.x * sh->op[sh->at_op[8]].edges);
             }
@@ -640,7 +654,8 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int at = lane + 32 * i;
-                g.y[(row * a.n_value_head + j) * D + at] = ((h[i] * scale) * norm[at]) * z[at];
+                float y = (h[i] * scale) * norm[at];
+                g.y[(row * a.n_value_head + j) * D + at] = g.z ? y * z[at] : y;
             }
         }
     }
@@ -814,7 +829,9 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
             place_sums(sh, sh->op[i]);
             if (sh->op[i].kind == PRODUCT) {
                 struct product &p = sh->op[i].product;
-                p.tasks = p.n_task > (int)blockIdx.x ? (p.n_task - 1 - (int)blockIdx.x) / (int)gridDim.x + 1 : 0;
+                struct deal &d = p.deal;
+                d.mine = count_of(d.all, blockIdx.x, gridDim.x);
+                p.tasks = d.mine + count_of(d.n - d.all, gridDim.x - 1 - blockIdx.x, d.late);
                 p.task0 = task;
                 p.stage0 = stage;
                 task += p.tasks;

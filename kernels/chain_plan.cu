@@ -92,6 +92,24 @@ static const float *residual_behind(const struct run *r) {
     return i >= 0 && r->op[i].kind == PRODUCT ? r->op[i].product.residual : NULL;
 }
 
+/* Where a product reads what a recurrence before it makes of the product before that, it multiplies with silu(z): nobody waits for z,
+ * the last that product makes, before. */
+static void multiply_behind(struct run *r, struct product *p) {
+    struct chain_op *recur = r->n_op > 1 ? &r->op[r->n_op - 1] : NULL, *in = recur ? recur - 1 : NULL;
+    if (!recur || recur->kind != RECURRENCE || in->kind != PRODUCT || in->product.epilogue != CONV ||
+        in->product.n_target != 2) {
+        return;
+    }
+    struct recurrence *g = &recur->gdn;
+    int n = g->a.n_value_head * D;
+    if (p->ks <= TIMES_KEEP * 32 * warps_of_slice(p->n_slice / p->parts) && p->x == g->y && p->ldx == n &&
+        in->product.target[1].y == g->z && in->product.target[1].ldy == n) {
+        p->times = g->z;
+        in->product.silu = 1;
+        g->z = NULL;
+    }
+}
+
 /* [rmsnorm] linear [conv | swiglu | exchange] */
 static int take_product(struct builder *b, const ql_op *op, int n) {
     struct run *r = b->run;
@@ -113,7 +131,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     p.x = a->x;
     p.ldx = (int)a->ldx;
     p.epilogue = STORE;
-    p.exchange = p.delta_exchange = -1;
+    p.exchange = p.delta_exchange = p.silu = -1;
     if (a->phase != QL_PHASE_GEN || a->n_row < 1 || a->n_row > MAX_ROWS || (r->n_row && a->n_row != r->n_row) ||
         (b->cols && b->cols != cols)) {
         return 0;
@@ -206,7 +224,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         return 0; /* as choose_parts has it */
     }
     p.cut = cut_of(p.ks / tile_k(p.format));
-    p.n_task = row_tiles * p.parts;
+    p.deal.n = p.deal.all = row_tiles * p.parts;
     p.log_parts = p.parts == 4 ? 2 : p.parts - 1;
     p.units = p.cut.per_slice * (p.n_slice / p.parts);
     p.by_slice = (int)ceil_div(1 << 16, p.cut.per_slice);
@@ -214,7 +232,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         return 0;
     }
     p.stages = (int)ceil_div(p.units, STAGE_UNITS);
-    b->stages += (int)ceil_div(p.n_task, b->blocks) * p.stages * (p.epilogue == GATED ? 2 : 1);
+    b->stages += (int)ceil_div(p.deal.n, b->blocks) * p.stages * (p.epilogue == GATED ? 2 : 1);
     if (b->stages > MOST_STAGES) {
         return 0;
     }
@@ -249,6 +267,9 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     r->n_row = a->n_row;
     r->extra_bytes = extra > r->extra_bytes ? extra : r->extra_bytes;
     b->cols = cols;
+    if (!norm) {
+        multiply_behind(r, &p);
+    }
     add_op(b, PRODUCT)->product = p;
     return used;
 }
@@ -260,6 +281,27 @@ static bool begins_early(const struct builder *b, const struct chain_op *op, con
     const struct product *p = &op->product;
     return op->kind == PRODUCT && p->epilogue == CONV && p->u == u && p->n_target == 2 && p->target[1].y == z &&
            p->target[0].row_tiles >= b->blocks && p->units >= N_WARP;
+}
+
+/* Tasks that a block without a head does while another has one, at least. */
+enum { TASKS_BESIDE = 3 };
+
+/* z, of which a recurrence has need at its end alone, goes to the blocks that have no head then: as much as does not take longer. */
+static void deal_beside(struct builder *b, struct product *p, int heads) {
+    struct deal d = p->deal;
+    d.late = b->blocks - heads;
+    d.all = (int)ceil_div(p->early, b->blocks) * b->blocks;
+    while (d.late > 0 && d.all < d.n && ceil_div(d.n - d.all, d.late) > TASKS_BESIDE) {
+        d.all += b->blocks;
+    }
+    if (d.late <= 0 || d.all >= d.n) {
+        return;
+    }
+    int64_t more = d.all / b->blocks + ceil_div(d.n - d.all, d.late) - ceil_div(d.n, b->blocks);
+    if (b->stages + more * p->stages <= MOST_STAGES) {
+        b->stages += (int)more * p->stages;
+        p->deal = d;
+    }
 }
 
 /* gdn gated_norm */
@@ -282,6 +324,7 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
     if (early) {
         last->product.early = last->product.target[0].row_tiles;
         recur->early = ++r->n_early;
+        deal_beside(b, &last->product, r->n_seg * a->n_value_head);
     }
     bool again = r->n_row > WITH_DELTA && r->n_seg * a->n_value_head > b->blocks;
     int room = (4 + 8 + (again ? D : 0)) * D * (int)sizeof(float);

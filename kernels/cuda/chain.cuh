@@ -54,6 +54,13 @@ struct chain_target {
     bool row_scale;
 };
 
+/* How a product's tasks are dealt to blocks: those below `all` in turn, the rest likewise to the last `late` blocks, from the last
+ * one on. The first blocks then have time for what the next op begins with. */
+struct deal {
+    int n, all, late;
+    int mine; /* of `all`, the block's own */
+};
+
 struct product {
     struct chain_target target[3];
     struct plain_target plain[2];
@@ -63,7 +70,8 @@ struct product {
     int k, ks, n_slice, parts;
     struct cut cut;    /* of a slice */
     int units, stages; /* of a piece */
-    int n_task, log_parts;
+    struct deal deal;  /* of its tasks */
+    int log_parts;
     int early; /* tasks after which a block raises edges->early: the next op begins with what they make; 0: none */
     int tasks, task0, stage0; /* of a block, known to itself: its tasks, and its tasks and stages before those */
     int by_slice, by_task;    /* 2^16 / per_slice, and / the units of a task, rounded up */
@@ -72,6 +80,8 @@ struct product {
     const float *x;
     const float *norm, *delta;
     int ldx, delta_parts, delta_stride;
+    const float *times; /* that x is multiplied with as it is read, rows of ldx; NULL: nothing */
+    int silu;           /* the target whose sums it is applied to, besides what the epilogue does; -1: none */
     int exchange,
         delta_exchange; /* which exchange of the run this product's sums are for; which delta is from; -1: none */
     float *residual;    /* where x + delta goes; NULL without delta */
@@ -83,7 +93,7 @@ struct product {
 
 struct recurrence {
     struct ql_gdn_args a;
-    const float *z, *norm;
+    const float *z, *norm; /* z: NULL where who reads y multiplies with silu(z) */
     float *y;
     float eps;
 };
@@ -195,6 +205,9 @@ static_assert(ahead_of(1) == ahead_of(2) && ahead_of(3) == ahead_of(4),
 
 /* Numbers of a row of a slice that a thread can hold of x, of so many rows. */
 __device__ __host__ constexpr int x_keep(int rows) { return rows > 2 ? 12 : 24; }
+
+/* Of those at most so many are multiplied as they are read. */
+enum { TIMES_KEEP = 8 };
 
 /* Warps that prepare a slice of x. */
 __device__ __host__ __forceinline__ int warps_of_slice(int slices) { return slices < N_WARP ? N_WARP / slices : 1; }

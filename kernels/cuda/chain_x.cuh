@@ -65,6 +65,10 @@ __device__ __forceinline__ float4 add4(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
+__device__ __forceinline__ float4 multiply4(float4 a, float4 b) {
+    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+
 /* The subtree of parts at p. */
 __device__ __forceinline__ float add_parts(const float *p, int parts, int stride) {
     float v = load_fresh(p);
@@ -498,6 +502,25 @@ __device__ __forceinline__ void slices_x(const struct run &r, const struct produ
         for (int j = 0; j < KEEP; j++) {
             int i = 4 * (j * each + t);
             v[row][j] = row < r.n_row && i < n ? load_fresh4(x + row * p.ldx + 4 * j * each) : make_float4(0, 0, 0, 0);
+        }
+    }
+    if (p.times) {
+        const float *times = p.times + (x - p.x);
+        float4 f[ROWS][TIMES_KEEP / 4];
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+#pragma unroll
+            for (int j = 0; j < TIMES_KEEP / 4; j++) {
+                bool there = row < r.n_row && 4 * (j * each + t) < n;
+                f[row][j] = there ? load_fresh4(times + row * p.ldx + 4 * j * each) : make_float4(0, 0, 0, 0);
+            }
+        }
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+#pragma unroll
+            for (int j = 0; j < TIMES_KEEP / 4; j++) {
+                v[row][j] = multiply4(v[row][j], f[row][j]);
+            }
         }
     }
 #pragma unroll
