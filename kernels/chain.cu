@@ -706,12 +706,11 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
             if (p.norm && COLS == 2 && MANY) {
                 norm_rows(r, p, xs, sh, cross);
             } else if (p.norm) {
-                float4 w[NORM_KEEP]; /* on their way during the wait */
+                float4 w[NORM_SHARE]; /* on their way during the wait */
 #pragma unroll
-                for (int j = 0; j < NORM_KEEP; j++) {
-                    int at = j * NORM_THREADS + 4 * threadIdx.x;
-                    w[j] =
-                        threadIdx.x < NORM_THREADS / 4 && at < p.k ? load_fresh4(p.norm + at) : make_float4(0, 0, 0, 0);
+                for (int j = 0; j < NORM_SHARE; j++) {
+                    int at = 4 * (j * N_THREAD + threadIdx.x);
+                    w[j] = at < p.k ? load_fresh4(p.norm + at) : make_float4(0, 0, 0, 0);
                 }
                 bool full = edge && sh->op[i - 1].kind == PRODUCT && sh->op[i - 1].product.residual;
                 for (int row = 0; row < r.n_row; row++) {

@@ -258,7 +258,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         b->exchange = -1;
     }
     int k = p.k / p.parts, x_bytes = a->n_row * (cols == 2 ? x_stride<2>(k, p.format) : x_stride<1>(k, p.format)) * 2 +
-                                     (p.n_plain > 0 && (cols == 1 || a->n_row <= WITH_DELTA) ? k * 4 : 0);
+                                     (norm && (cols == 1 || a->n_row <= WITH_DELTA) ? k * 4 : 0);
     r->set_rows = a->n_row > 2 ? 4 : a->n_row;
     int all = (p.epilogue == GATED ? 2 : 1) * p.units, set = all * r->set_rows * 16;
     p.by_task = (int)ceil_div(1 << 16, all);

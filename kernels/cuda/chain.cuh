@@ -24,6 +24,7 @@ enum {
     SUM_ARRIVALS = 2 * MAX_UNITS + N_WARP + 1, /* at a set: its units, the warps when they are done, and the rest */
     NORM_THREADS = 1024,                       /* of the norm kernel, whose order of sums this one keeps */
     NORM_KEEP = 5,
+    NORM_SHARE = (NORM_KEEP * NORM_THREADS / 4 + N_THREAD - 1) / N_THREAD,
     X_MOST = 72 * 1024,   /* bytes of x in shared memory that are worth fewer parts */
     PEND = 64,            /* residual numbers of a row that a block writes */
     WITH_DELTA = 2,       /* rows whose norm adds to the residual as well; of more an op of its own does */

@@ -153,55 +153,56 @@ __device__ __forceinline__ void plain_rows(const struct product &p, const float 
     }
 }
 
-/* Residual addition and norm of a row, its columns to xs, for plain weights in f32 to y; the sums are those of norm.cu. This
+/* Residual addition and norm of a row, its columns to xs and in f32 to y; the sums are those of norm.cu. Eight warps add, since
+ * that order is theirs; what is left is shared by all, a thread four columns of each 4 N_THREAD, whose weights it has in w. This
  * block's share of x + delta waits in `pend` until all blocks have read x. `wait` returns when x and delta are there: all that
  * can be known before is. */
 template <int COLS, typename F>
-__device__ __forceinline__ void norm_x(const struct product &p, int row, const float4 w[NORM_KEEP], uint16_t *xs,
+__device__ __forceinline__ void norm_x(const struct product &p, int row, const float4 w[NORM_SHARE], uint16_t *xs,
                                        float *y, struct shared *sh, F wait) {
-    /* Eight warps, a lane the work of four neighbouring threads of the norm kernel: columns 4 t .. 4 t + 3 of each 1,024. */
+    /* A lane of the eight has the work of four neighbouring threads of the norm kernel: columns 4 t .. 4 t + 3 of each 1,024. */
     constexpr int WARPS = NORM_THREADS / 128;
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, parts = p.delta_parts;
-    int k = warp < WARPS ? p.k : 0, at = 4 * threadIdx.x;
-    bool plain = p.n_plain > 0;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, parts = p.delta_parts, k = p.k, at = 4 * threadIdx.x;
     const float *x = p.x + row * p.ldx, *delta = p.delta + row * p.k;
     const float4 none = make_float4(0, 0, 0, 0);
     const float *x_at = x + at, *delta_at = delta + at, *second_at = delta_at + p.delta_stride;
-    int lo = share_begin(p.k, blockIdx.x), share = share_begin(p.k, blockIdx.x + 1) - lo;
+    int lo = share_begin(k, blockIdx.x), share = share_begin(k, blockIdx.x + 1) - lo;
     asm volatile("" : "+l"(x_at), "+l"(delta_at), "+l"(second_at), "+r"(lo), "+r"(share), "+r"(k), "+r"(parts));
     wait();
-    float4 v[NORM_KEEP];
+    if (row > 0) {
+        sync_warps(); /* the plain rows have read the last row's y */
+    }
     if (warp < WARPS) {
-        float4 d[2][NORM_KEEP]; /* all loads before the first use */
+        float4 v[NORM_KEEP], d[2][NORM_KEEP]; /* all loads before the first use */
 #pragma unroll
         for (int j = 0; j < NORM_KEEP; j++) {
-            int i = j * NORM_THREADS;
-            bool there = i + at < k;
-            v[j] = there ? load_fresh4(x_at + i) : none;
-            d[0][j] = there && parts >= 1 ? load_fresh4(delta_at + i) : none;
-            d[1][j] = there && parts >= 2 ? load_fresh4(second_at + i) : none;
+            v[j] = j * NORM_THREADS + at < k ? load_fresh4(x_at + j * NORM_THREADS) : none;
         }
-        float sum[4] = {};
-        if (parts >= 2) {
+        if (parts > 0) {
 #pragma unroll
             for (int j = 0; j < NORM_KEEP; j++) {
-                d[0][j] = add4(d[0][j], d[1][j]);
+                d[0][j] = j * NORM_THREADS + at < k ? load_fresh4(delta_at + j * NORM_THREADS) : none;
             }
-        }
-        if (parts == 4) {
+            if (parts > 1) {
 #pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                int i = j * NORM_THREADS + at;
-                if (i < k) {
-                    d[0][j] = add4(d[0][j], add4(load_fresh4(delta + 2 * p.delta_stride + i),
-                                                 load_fresh4(delta + 3 * p.delta_stride + i)));
+                for (int j = 0; j < NORM_KEEP; j++) {
+                    d[1][j] = j * NORM_THREADS + at < k ? load_fresh4(second_at + j * NORM_THREADS) : none;
+                }
+#pragma unroll
+                for (int j = 0; j < NORM_KEEP; j++) {
+                    d[0][j] = add4(d[0][j], d[1][j]);
                 }
             }
+#pragma unroll
+            for (int j = 0; j < NORM_KEEP; j++) {
+                v[j] = add4(v[j], d[0][j]);
+            }
         }
+        float sum[4] = {};
 #pragma unroll
         for (int j = 0; j < NORM_KEEP; j++) {
-            if (parts > 0) {
-                v[j] = add4(v[j], d[0][j]);
+            if (j * NORM_THREADS + at < k) {
+                *(float4 *)(y + j * NORM_THREADS + at) = v[j];
             }
             sum[0] = fmaf(v[j].x, v[j].x, sum[0]);
             sum[1] = fmaf(v[j].y, v[j].y, sum[1]);
@@ -221,24 +222,28 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         }
     } else if (parts > 0) {
         for (int i = threadIdx.x - 32 * WARPS; i < share; i += N_THREAD - 32 * WARPS) {
-            sh->pend[row][i] = load_fresh(x + lo + i) + add_parts(delta + lo + i, parts, p.delta_stride);
+            float d = load_fresh(delta + lo + i);
+            d = parts > 1 ? d + load_fresh(delta + p.delta_stride + lo + i) : d;
+            sh->pend[row][i] = load_fresh(x + lo + i) + d;
         }
     }
     sync_warps();
-    float scale = 1.0f / sqrtf(warp_sum(sh->part[0][lane]) / (float)p.k + p.eps), most = 0.0f, back;
-    if (warp < WARPS) {
+    float4 v[NORM_SHARE];
 #pragma unroll
-        for (int j = 0; j < NORM_KEEP; j++) {
-            v[j] = make_float4((v[j].x * scale) * (1.0f + w[j].x), (v[j].y * scale) * (1.0f + w[j].y),
-                               (v[j].z * scale) * (1.0f + w[j].z), (v[j].w * scale) * (1.0f + w[j].w));
-            most = largest4(most, v[j]);
-            int i = j * NORM_THREADS + at;
-            if (plain && i < k) {
-                *(float4 *)(y + i) = v[j];
-            }
-        }
-        most = warp_max(most);
+    for (int j = 0; j < NORM_SHARE; j++) {
+        v[j] = 4 * j * N_THREAD + at < k ? *(const float4 *)(y + 4 * j * N_THREAD + at) : none;
     }
+    float scale = 1.0f / sqrtf(warp_sum(sh->part[0][lane]) / (float)k + p.eps), most = 0.0f, back;
+#pragma unroll
+    for (int j = 0; j < NORM_SHARE; j++) {
+        v[j] = make_float4((v[j].x * scale) * (1.0f + w[j].x), (v[j].y * scale) * (1.0f + w[j].y),
+                           (v[j].z * scale) * (1.0f + w[j].z), (v[j].w * scale) * (1.0f + w[j].w));
+        most = largest4(most, v[j]);
+        if (p.n_plain > 0 && 4 * j * N_THREAD + at < k) {
+            *(float4 *)(y + 4 * j * N_THREAD + at) = v[j];
+        }
+    }
+    most = warp_max(most);
     if (lane == 0) {
         sh->most[0][warp] = most;
     }
@@ -247,13 +252,11 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
     bool infinite = COLS == 2 && most > 0x1.fffffep127f;
     if (infinite || (COLS == 1 && p.mode != X_E4M3_AS_F16 && most > 0x1.fffffep127f)) {
         most = 0.0f;
-        if (warp < WARPS) {
 #pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                most = larger_x4(most, v[j], mode_of<COLS>(p));
-            }
-            most = warp_max(most);
+        for (int j = 0; j < NORM_SHARE; j++) {
+            most = larger_x4(most, v[j], mode_of<COLS>(p));
         }
+        most = warp_max(most);
         sync_warps();
         if (lane == 0) {
             sh->most[0][warp] = most;
@@ -265,18 +268,16 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
     if (threadIdx.x == 0) {
         sh->xscale[row] = back * WEIGHT_UNIT;
     }
-    if (warp < WARPS) {
 #pragma unroll
-        for (int j = 0; j < NORM_KEEP; j++) {
-            int i = j * NORM_THREADS + at;
-            if (i < k) {
-                put_x<COLS>(xs + x_place<COLS>(i, p.format), v[j], up, p.mode);
-            }
+    for (int j = 0; j < NORM_SHARE; j++) {
+        int i = 4 * j * N_THREAD + at;
+        if (i < k) {
+            put_x<COLS>(xs + x_place<COLS>(i, p.format), v[j], up, p.mode);
         }
     }
     sync_warps(); /* the row is there, part and most have been read */
     if (infinite) {
-        zero_beside_infinity<COLS>(xs, p.k);
+        zero_beside_infinity<COLS>(xs, k);
     }
 }
 
