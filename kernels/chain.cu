@@ -58,10 +58,17 @@ __device__ __forceinline__ int tile_of(const struct product &p, int unit) {
     return slice * p.cut.tiles + p.cut.begin(unit - slice * p.cut.per_slice);
 }
 
+/* Gate is 0, up 1. */
+__device__ __forceinline__ int piece_of_single(const struct product &p, int task) { return (task - p.singles) & 1; }
+__device__ __forceinline__ int row_tile_of(const struct product &p, int task) {
+    int beyond = task - p.singles;
+    return beyond < 0 ? task >> p.log_parts : p.singles + (beyond >> 1);
+}
+
 __device__ __forceinline__ struct piece_of find_piece_of(const struct product &p, int task, int piece) {
     struct piece_of at;
     at.part = task & (p.parts - 1);
-    at.row_tile = task >> p.log_parts;
+    at.row_tile = row_tile_of(p, task);
     int which = p.epilogue == GATED ? piece : 0;
     while (p.epilogue != GATED && which + 1 < p.n_target && at.row_tile >= p.target[which].row_tiles) {
         at.row_tile -= p.target[which++].row_tiles;
@@ -123,8 +130,9 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
             int task = task_of(deal, k);
             struct extra *x = (struct extra *)(extras + n_task % ahead_of(R) * r.extra_bytes);
             finished = wait_count(&sh->finished, finished, n_task - ahead_of(R)); /* whose data and sums were there */
-            for (int piece = 0; piece < pieces; piece++) {
-                struct piece_of at = find_piece_of(p, task, piece);
+            bool single = R == 1 && task >= p.singles;
+            for (int piece = 0; piece < (single ? 1 : pieces); piece++) {
+                struct piece_of at = find_piece_of(p, task, single ? piece_of_single(p, task) : piece);
                 const struct chain_target &t = *at.t;
                 int64_t tile0 = ((int64_t)at.row_tile * p.parts + at.part) * piece_tiles;
                 const uint8_t *codes = t.w + tile0 * TILE_BYTES,
@@ -359,19 +367,23 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
 #pragma unroll 1
         for (int k = 0; k < p.tasks; k++, n++) {
             bool last = k + 1 == p.tasks;
-            int task = task_of(p.deal, k), set = n % ahead_of(R), row_tile = task >> p.log_parts, which = 0;
+            int task = task_of(p.deal, k), set = n % ahead_of(R), row_tile = row_tile_of(p, task);
+            bool single = R == 1 && task >= p.singles; /* both halves of the warp have its one tile */
+            int which = single ? piece_of_single(p, task) : 0;
             while (!gated && which + 1 < p.n_target && row_tile >= p.target[which].row_tiles) {
                 row_tile -= p.target[which++].row_tiles;
             }
-            const struct chain_target &t = p.target[which], &mine = p.target[gated ? half : which];
+            const struct chain_target &t = p.target[which], &mine = p.target[gated && !single ? half : which];
             const struct extra *x = (const struct extra *)(room + r.extras_at + n % ahead_of(R) * r.extra_bytes);
-            const float *u = (const float *)(room + r.sets_at) + set * r.set_floats + from,
-                        *scale = mine.row_scale ? x->scale[gated ? half : 0] + in_tile : &mine.factor;
+            const float *u = (const float *)(room + r.sets_at) + set * r.set_floats + from -
+                             (single ? half * p.units * step : 0),
+                        *scale = mine.row_scale ? x->scale[gated && !single ? half : 0] + in_tile : &mine.factor;
             bool conv = p.epilogue == CONV && which == 0;
             int wr = row_tile * TILE_ROWS + in_tile, ldy = conv ? t.n : t.ldy, s = -1;
             float *y = (conv ? p.u : t.y + (task & (p.parts - 1)) * p.part_stride) + wr, *tail = NULL;
             if (lane == 0) { /* for the arrivals that there are not */
-                barrier_arrive(shared_address(&sh->summed[set]), SUM_ARRIVALS - all_units(p) - (last ? N_WARP : 0));
+                barrier_arrive(shared_address(&sh->summed[set]),
+                               SUM_ARRIVALS - (single ? p.units : all_units(p)) - (last ? N_WARP : 0));
             }
             barrier_wait(shared_address(&sh->summed[set]), n / ahead_of(R) & 1);
             float f = *scale, x0 = 0.0f, x1 = 0.0f, x2 = 0.0f;
@@ -412,11 +424,11 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
                     x1 = x2;
                     x2 = now;
                 }
-                if (conv || gated || which == p.silu) {
+                if (conv || (gated && which == 0) || which == p.silu) {
                     v = silu(v);
                 }
                 if (half == 0 && p.exchange < 0) {
-                    y[row * ldy] = gated ? v * other : v;
+                    y[row * ldy] = gated && !single ? v * other : v;
                 } else if (half == 0) {
                     share_sum(r.lanes, sh, p.exchange,
                               (r.lanes.lane * p.parts + (task & (p.parts - 1))) * p.part_stride + row * ldy + wr, v);
@@ -474,7 +486,7 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
         u -= on * all;
         task += on;
         stage += on * stages;
-        if (task >= end) {
+        if (task >= end || (p.single && task + 1 == end && u >= units)) {
             break;
         }
         int piece = u >= units;
@@ -492,7 +504,8 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
         uint32_t slot_at = shared_address(room + RING_AT) + slot * SLOT_BYTES;
         struct piece_of q = {};
         if (FMT == QL_FORMAT_FP8_BLOCK) {
-            q = find_piece_of(p, task_of(p.deal, task - p.task0), piece);
+            int at = task_of(p.deal, task - p.task0);
+            q = find_piece_of(p, at, at >= p.singles ? piece_of_single(p, at) : piece);
         }
         /* What the slot held before has come: a wait by parity is for at most a turn of the ring. */
         come = wait_count(&sh->come, come, in - r.n_slot);
@@ -834,7 +847,8 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
                 p.task0 = task;
                 p.stage0 = stage;
                 task += p.tasks;
-                stage += p.tasks * p.stages * (p.epilogue == GATED ? 2 : 1);
+                p.single = p.tasks > 0 && task_of(d, p.tasks - 1) >= p.singles;
+                stage += p.tasks * p.stages * (p.epilogue == GATED ? 2 : 1) - (p.single ? p.stages : 0);
             }
         }
     }

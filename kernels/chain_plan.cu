@@ -110,6 +110,23 @@ static void multiply_behind(struct run *r, struct product *p) {
     }
 }
 
+/* Gate and up of the row tiles that are left over when all blocks have as many tasks: dealt to twice as many blocks, one tile each, so
+ * that those which end last have half a task more than the others. The product behind multiplies what they leave. */
+static void deal_singles(const struct builder *b, struct product *p) {
+    struct chain_op *before = b->run->n_op > 0 ? &b->run->op[b->run->n_op - 1] : NULL;
+    if (!before || before->kind != PRODUCT || before->product.epilogue != GATED || b->run->n_row != 1) {
+        return;
+    }
+    struct product *front = &before->product;
+    int left = front->deal.n % b->blocks;
+    if (front->target[0].y == p->x && front->deal.n > b->blocks && left > 0 && 2 * left <= b->blocks) {
+        front->singles = front->deal.n - left;
+        front->deal.n = front->deal.all = front->deal.n + left;
+        p->times = front->target[1].y;
+        p->times_from = front->singles * TILE_ROWS;
+    }
+}
+
 /* [rmsnorm] linear [conv | swiglu | exchange] */
 static int take_product(struct builder *b, const ql_op *op, int n) {
     struct run *r = b->run;
@@ -224,7 +241,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         return 0; /* as choose_parts has it */
     }
     p.cut = cut_of(p.ks / tile_k(p.format));
-    p.deal.n = p.deal.all = row_tiles * p.parts;
+    p.deal.n = p.deal.all = p.singles = row_tiles * p.parts;
     p.log_parts = p.parts == 4 ? 2 : p.parts - 1;
     p.units = p.cut.per_slice * (p.n_slice / p.parts);
     p.by_slice = (int)ceil_div(1 << 16, p.cut.per_slice);
@@ -269,6 +286,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     b->cols = cols;
     if (!norm) {
         multiply_behind(r, &p);
+        deal_singles(b, &p);
     }
     add_op(b, PRODUCT)->product = p;
     return used;
@@ -284,7 +302,7 @@ static bool begins_early(const struct builder *b, const struct chain_op *op, con
 }
 
 /* Tasks that a block without a head does while another has one, at least. */
-enum { TASKS_BESIDE = 3 };
+enum { TASKS_BESIDE = 2 };
 
 /* z, of which a recurrence has need at its end alone, goes to the blocks that have no head then: as much as does not take longer. */
 static void deal_beside(struct builder *b, struct product *p, int heads) {

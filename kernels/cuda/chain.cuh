@@ -73,16 +73,19 @@ struct product {
     int units, stages; /* of a piece */
     struct deal deal;  /* of its tasks */
     int log_parts;
-    int early; /* tasks after which a block raises edges->early: the next op begins with what they make; 0: none */
+    int singles; /* of GATED: tasks from here on are of one tile, gate or up in turn, and leave silu(gate) and up */
+    int early;   /* tasks after which a block raises edges->early: the next op begins with what they make; 0: none */
     int tasks, task0, stage0; /* of a block, known to itself: its tasks, and its tasks and stages before those */
+    bool single;              /* its last task is of one tile */
     int by_slice, by_task;    /* 2^16 / per_slice, and / the units of a task, rounded up */
     int part_stride;          /* between parts of y */
     /* x: rows of ldx, or the norm of x + delta */
     const float *x;
     const float *norm, *delta;
     int ldx, delta_parts, delta_stride;
-    const float *times; /* that x is multiplied with as it is read, rows of ldx; NULL: nothing */
-    int silu;           /* the target whose sums it is applied to, besides what the epilogue does; -1: none */
+    const float *times; /* rows of ldx that x is multiplied with as it is read, from a column on; NULL: nothing */
+    int times_from;
+    int silu; /* the target whose sums it is applied to, besides what the epilogue does; -1: none */
     int exchange,
         delta_exchange; /* which exchange of the run this product's sums are for; which delta is from; -1: none */
     float *residual;    /* where x + delta goes; NULL without delta */

@@ -506,20 +506,23 @@ __device__ __forceinline__ void slices_x(const struct run &r, const struct produ
         }
     }
     if (p.times) {
+        constexpr int SOME = ROWS == 1 ? KEEP : TIMES_KEEP / 4;
         const float *times = p.times + (x - p.x);
-        float4 f[ROWS][TIMES_KEEP / 4];
+        int from = p.times_from - (int)(x - p.x);
+        float4 f[ROWS][SOME];
 #pragma unroll
         for (int row = 0; row < ROWS; row++) {
 #pragma unroll
-            for (int j = 0; j < TIMES_KEEP / 4; j++) {
-                bool there = row < r.n_row && 4 * (j * each + t) < n;
-                f[row][j] = there ? load_fresh4(times + row * p.ldx + 4 * j * each) : make_float4(0, 0, 0, 0);
+            for (int j = 0; j < SOME; j++) {
+                bool there = row < r.n_row && 4 * (j * each + t) < n && 4 * j * each >= from;
+                f[row][j] =
+                    there ? load_fresh4(times + row * p.ldx + 4 * j * each) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
             }
         }
 #pragma unroll
         for (int row = 0; row < ROWS; row++) {
 #pragma unroll
-            for (int j = 0; j < TIMES_KEEP / 4; j++) {
+            for (int j = 0; j < SOME; j++) {
                 v[row][j] = multiply4(v[row][j], f[row][j]);
             }
         }
