@@ -151,6 +151,7 @@ ql_status ql_devices_open(ql_devices *d, const ql_options *o, ql_lane_group *lan
                                    .abort = &lanes->abort,
                                    .log = lanes->log,
                                    .mem = lanes->mem};
+        lanes->looks = true; /* lanes wait for their GPUs */
         return ql_comm_cuda_open(&d->comm, &co, err);
     }
 #endif

@@ -6,6 +6,31 @@
 #include <stdio.h>
 #include <string.h>
 
+/* Waking a thread takes longer than what is done between two steps of generation, so both sides look for a while: a lane for its
+ * next command, and who waits for the lanes from when they should be about to be done, as they took as long the last time. */
+enum { LANE_LOOKS_NS = 200 * 1000, MOST_LOOKS_NS = 1000 * 1000, LOOK_BEFORE = 16 /* that part of the last time */ };
+
+static void pause_cpu(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+/* Without the mutex, until there is a command. */
+static void look_for_command(const ql_lane *lane) {
+    int64_t end = ql_now_ns() + LANE_LOOKS_NS;
+    while (!__atomic_load_n(&lane->fn, __ATOMIC_RELAXED) && ql_now_ns() < end) {
+        pause_cpu();
+    }
+}
+
+/* Without the mutex, until all lanes are done. */
+static void look_for_end(const ql_lane_group *g, int64_t end) {
+    while (__atomic_load_n(&g->n_busy, __ATOMIC_RELAXED) > 0 && ql_now_ns() < end) {
+        pause_cpu();
+    }
+}
+
 static void *lane_main(void *arg) {
     ql_lane *lane = arg;
     ql_lane_group *g = lane->group;
@@ -28,10 +53,15 @@ static void *lane_main(void *arg) {
             }
         }
         ql_lock(&g->mutex);
-        lane->fn = NULL;
-        if (--g->n_busy == 0 || ql_abort_raised(&g->abort)) {
+        __atomic_store_n(&lane->fn, NULL, __ATOMIC_RELAXED);
+        if (__atomic_sub_fetch(&g->n_busy, 1, __ATOMIC_RELAXED) == 0 || ql_abort_raised(&g->abort)) {
             ql_cond_signal(&g->finished);
             ql_cond_broadcast(&g->posted); /* lanes on their way out wait for n_busy == 0 */
+        }
+        if (g->looks) {
+            ql_unlock(&g->mutex);
+            look_for_command(lane);
+            ql_lock(&g->mutex);
         }
     }
     int64_t deadline = ql_now_ns() + (int64_t)g->wait_ms * 1000000;
@@ -113,19 +143,30 @@ ql_status ql_lanes_run(ql_lane_group *g, ql_lane_fn fn, void *arg, ql_error *err
     }
     ql_lock(&g->mutex);
     for (int32_t i = 0; i < g->n_lane; i++) {
-        g->lane[i].fn = fn;
+        __atomic_store_n(&g->lane[i].fn, fn, __ATOMIC_RELAXED);
         g->lane[i].arg = arg;
     }
-    g->n_busy = g->n_lane;
+    __atomic_store_n(&g->n_busy, g->n_lane, __ATOMIC_RELAXED);
     ql_cond_broadcast(&g->posted);
 
     /* Lanes report peers in a collective that hang by themselves; this deadline is for the last ones standing, so it is a
      * little later to let the message that names the collective win. */
     int64_t wait_ns = (int64_t)g->wait_ms * 1000000 + 100000000, look_ns = wait_ns / 8;
-    int64_t progress_ns = ql_now_ns();
+    int64_t begin_ns = ql_now_ns(), progress_ns = begin_ns;
     ql_comm *hung_comm = NULL;
     int32_t busy;
     uint64_t seen = busy_progress(g, &busy);
+    if (g->looks && fn == g->last_fn && g->last_ns < look_ns) {
+        int64_t looks_ns = g->last_ns / LOOK_BEFORE, soon_ns = begin_ns + g->last_ns - looks_ns;
+        looks_ns = looks_ns < MOST_LOOKS_NS ? looks_ns : MOST_LOOKS_NS;
+        while (g->n_busy > 0 && !ql_abort_raised(&g->abort) && ql_cond_wait_until(&g->finished, &g->mutex, soon_ns)) {
+        }
+        if (g->n_busy > 0) {
+            ql_unlock(&g->mutex);
+            look_for_end(g, soon_ns + 2 * looks_ns);
+            ql_lock(&g->mutex);
+        }
+    }
     while (g->n_busy > 0 && !ql_abort_raised(&g->abort)) {
         ql_cond_wait_until(&g->finished, &g->mutex, ql_now_ns() + look_ns);
         uint64_t now = busy_progress(g, &busy);
@@ -140,6 +181,8 @@ ql_status ql_lanes_run(ql_lane_group *g, ql_lane_fn fn, void *arg, ql_error *err
         }
     }
     ql_unlock(&g->mutex);
+    g->last_fn = fn;
+    g->last_ns = ql_now_ns() - begin_ns;
     if (hung_comm && hung_comm->let_go) { /* may take its time: not under the mutex that finishing lanes need */
         hung_comm->let_go(hung_comm);
     }

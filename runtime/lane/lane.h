@@ -25,9 +25,8 @@ struct ql_lane {
     ql_dev dev;   /* the lane thread's; its counters may be read by anyone with relaxed atomics */
     ql_comm comm;
 
-    /* guarded by group->mutex */
-    ql_lane_fn fn; /* not NULL: posted or running */
-    void *arg;
+    ql_lane_fn fn; /* not NULL: posted or running; written under group->mutex, looked at by anyone with atomics */
+    void *arg;     /* guarded by group->mutex */
 };
 
 struct ql_lane_group {
@@ -36,12 +35,19 @@ struct ql_lane_group {
     ql_abort abort;
     ql_lane *lane;
     int32_t n_lane, wait_ms;
-    ql_mutex mutex; /* guards closing, n_busy and the lanes' fn and arg */
+    ql_mutex
+        mutex; /* guards closing, n_busy and the lanes' fn and arg; n_busy may be looked at by anyone with atomics */
     ql_cond posted, finished;
     void (*fini)(ql_lane *lane);
     void *user; /* the level above's */
     bool closing;
+    bool
+        looks; /* wait by looking where sleeping would be late: set before the first command, where lanes leave cores idle */
     int32_t n_busy;
+
+    /* the caller's of ql_lanes_run */
+    ql_lane_fn last_fn;
+    int64_t last_ns; /* how long that took */
 };
 
 /* Starts n threads. `fini` runs on each as its last act, once every lane is idle, so that no peer still reads what it
