@@ -807,9 +807,27 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
     extern __shared__ __align__(128) uint8_t room[];
     struct shared *sh = (struct shared *)room;
     wait_previous();
-    /* Sixteen bytes at a time: constants that differ between lanes are read one after another. */
-    for (int i = threadIdx.x; i < args.n_op * (int)(sizeof(struct chain_op) / 16); i += N_THREAD + 64) {
-        ((uint4 *)sh->op)[i] = ((const uint4 *)args.op)[i];
+    /* As ordinary memory: constants that differ between lanes are read one after another. */
+    const uint4 *ops = (const uint4 *)args.op;
+    asm volatile("" : "+l"(ops));
+    constexpr int EACH = (MAX_OPS * (int)(sizeof(struct chain_op) / 16) + N_THREAD + 63) / (N_THREAD + 64);
+    uint4 part[EACH]; /* all loads before the first store */
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        int i = j * (N_THREAD + 64) + threadIdx.x;
+        part[j] = i < args.n_op * (int)(sizeof(struct chain_op) / 16) ? ops[i] : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        int i = j * (N_THREAD + 64) + threadIdx.x;
+        if (i < MAX_OPS * (int)(sizeof(struct chain_op) / 16)) {
+            ((uint4 *)sh->op)[i] = part[j];
+        }
+    }
+    if (threadIdx.x == 32) {
+        sh->base = *(volatile unsigned *)&args.edges->base;
+        sh->base_early = *(volatile unsigned *)&args.edges->base_early;
+        sh->exchanged = *(volatile unsigned *)&args.edges->exchanged;
     }
     if (args.n_seg > 0 && threadIdx.x <= args.n_seg) {
         int i = threadIdx.x;
@@ -832,24 +850,32 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    if (threadIdx.x == 0) { /* this block's way through the products */
-        int task = 0, stage = 0;
-        sh->base = *(volatile unsigned *)&args.edges->base;
-        sh->base_early = *(volatile unsigned *)&args.edges->base_early;
-        sh->exchanged = *(volatile unsigned *)&args.edges->exchanged;
-        for (int i = 0; i < args.n_op; i++) {
-            place_sums(sh, sh->op[i]);
-            if (sh->op[i].kind == PRODUCT) {
-                struct product &p = sh->op[i].product;
-                struct deal &d = p.deal;
-                d.mine = count_of(d.all, blockIdx.x, gridDim.x);
-                p.tasks = d.mine + count_of(d.n - d.all, gridDim.x - 1 - blockIdx.x, d.late);
-                p.task0 = task;
-                p.stage0 = stage;
-                task += p.tasks;
-                p.single = p.tasks > 0 && task_of(d, p.tasks - 1) >= p.singles;
-                stage += p.tasks * p.stages * (p.epilogue == GATED ? 2 : 1) - (p.single ? p.stages : 0);
-            }
+    if (threadIdx.x < 32) { /* this block's way through the products, a lane an op */
+        static_assert(MAX_OPS <= 32, "a lane an op");
+        int i = threadIdx.x, task = 0, stage = 0;
+        struct chain_op &op = sh->op[min(i, args.n_op - 1)];
+        struct product &p = op.product;
+        bool there = i < args.n_op && op.kind == PRODUCT;
+        if (i < args.n_op) {
+            place_sums(sh, op);
+        }
+        if (there) {
+            struct deal &d = p.deal;
+            d.mine = count_of(d.all, blockIdx.x, gridDim.x);
+            p.tasks = task = d.mine + count_of(d.n - d.all, gridDim.x - 1 - blockIdx.x, d.late);
+            p.single = task > 0 && task_of(d, task - 1) >= p.singles;
+            stage = task * p.stages * (p.epilogue == GATED ? 2 : 1) - (p.single ? p.stages : 0);
+        }
+        int tasks = task, stages = stage;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance <<= 1) {
+            int t = __shfl_up_sync(0xffffffffu, task, distance), s = __shfl_up_sync(0xffffffffu, stage, distance);
+            task += i >= distance ? t : 0;
+            stage += i >= distance ? s : 0;
+        }
+        if (there) {
+            p.task0 = task - tasks;
+            p.stage0 = stage - stages;
         }
     }
     __syncthreads();

@@ -250,7 +250,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
     sync_warps();
     most = warp_max(lane < N_WARP ? sh->most[0][lane] : 0.0f);
     bool infinite = COLS == 2 && most > 0x1.fffffep127f;
-    if (infinite || (COLS == 1 && p.mode != X_E4M3_AS_F16 && most > 0x1.fffffep127f)) {
+    if (__builtin_expect(infinite || (COLS == 1 && p.mode != X_E4M3_AS_F16 && most > 0x1.fffffep127f), 0)) {
         most = 0.0f;
 #pragma unroll
         for (int j = 0; j < NORM_SHARE; j++) {
@@ -276,7 +276,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         }
     }
     sync_warps(); /* the row is there, part and most have been read */
-    if (infinite) {
+    if (__builtin_expect(infinite, 0)) {
         zero_beside_infinity<COLS>(xs, k);
     }
 }
@@ -443,7 +443,7 @@ __device__ __forceinline__ void norm_rows(const struct run &r, const struct prod
         all = fmaxf(all, lane < COLUMNS ? sh->most[row][lane] : 0.0f);
     }
     bool infinite = warp_max(all) > 0x1.fffffep127f;
-    if (infinite) {
+    if (__builtin_expect(infinite, 0)) {
         sync_warps();
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -549,7 +549,7 @@ __device__ __forceinline__ void slices_x(const struct run &r, const struct produ
         all = fmaxf(all, lane < N_WARP ? sh->most[row][lane] : 0.0f);
     }
     bool infinite = warp_max(all) > 0x1.fffffep127f;
-    if (infinite) {
+    if (__builtin_expect(infinite, 0)) {
         sync_warps();
 #pragma unroll
         for (int row = 0; row < ROWS; row++) {
