@@ -8,17 +8,19 @@
  *               shared memory; then units of 16 weight rows in the order of cuda/unit.cuh, dealt to the warps in turn. A task is
  *               the units of a tile of weight rows; the finishing warp takes one after another: units are added up, scaled,
  *               slices added as a tree, and what follows elementwise is applied (convolution, gated activation)
- *   recurrence  a block a head and segment: delta rule and gated norm
+ *   recurrence  a block a head and segment: delta rule and gated norm. The other blocks take most of z's tasks meanwhile; where
+ *               the output product follows, it multiplies with silu(z), which who makes z leaves
  *   edge        a counter in device memory that every block raises when its part of an op is written, and waits for before
  *               it reads what others wrote; where lanes add, one of every lane's. An early edge is one inside a product, behind
- *               the tasks that the next op begins with: the recurrence needs z, the product's last tasks, only at its end
+ *               the tasks that the next op begins with: the recurrence has no need of z, the product's last tasks, to begin
  *
  * A row-parallel product of few row tiles is cut into parts of whole slices, subtrees of the tree, so that all SMs have work;
  * who reads it adds the parts. Other sums have the order of the kernels that run alone, so a step may go either way.
  *
- * What shapes this code (bench/NOTES.md): a load that misses the first-level cache waits behind all that the ring has asked
- * for, so nothing on the way of a unit may touch device memory, spilled registers included (but for the scales of 128-blocks);
- * and code that runs once an op waits for its own instructions, so it is short rather than unrolled.
+ * What shapes this code (bench/NOTES.md): a load that misses the first-level cache waits behind all that the rings of the GPU have
+ * asked for, so nothing on the way of a unit may touch device memory, spilled registers included (but for the scales of
+ * 128-blocks); code that runs once an op waits for its own instructions, so it is short rather than unrolled; and the ring is
+ * full after 5 us of an edge, so what counts is the time from a block's last unit to the next op's first.
  */
 #include "kernels/cuda/chain_x.cuh"
 #include "kernels/cuda/unit.cuh"
