@@ -1,7 +1,6 @@
 #include "runtime/base/pool.h"
 
 #include <fenv.h>
-#include <sched.h>
 
 enum { MAX_THREADS = 64, MOST_A_LANE = 8 };
 
@@ -17,10 +16,7 @@ struct ql_pool {
 };
 
 int32_t ql_pool_size(int32_t n_lane) {
-    cpu_set_t cores;
-    int32_t n = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-    int32_t most = n_lane < MAX_THREADS / MOST_A_LANE ? n_lane * MOST_A_LANE : MAX_THREADS;
-    n -= n_lane;
+    int32_t n = ql_cores() - n_lane, most = n_lane < MAX_THREADS / MOST_A_LANE ? n_lane * MOST_A_LANE : MAX_THREADS;
     return n < 1 ? 1 : n < most ? n : most;
 }
 

@@ -1,6 +1,7 @@
 #include "runtime/base/thread.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
@@ -8,6 +9,11 @@
 
 static struct timespec to_timespec(int64_t ns) {
     return (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
+}
+
+int32_t ql_cores(void) {
+    cpu_set_t cores;
+    return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
 int64_t ql_now_ns(void) {

@@ -37,6 +37,8 @@ void ql_thread_join(ql_thread thread);
 /* Returns false when the thread has not ended by the deadline; it is then detached and must not be joined. */
 bool ql_thread_join_until(ql_thread thread, int64_t deadline_ns);
 
+int32_t ql_cores(void); /* that the process may use */
+
 int64_t ql_now_ns(void); /* monotonic */
 static inline double ql_seconds_since(int64_t t0_ns) { return (double)(ql_now_ns() - t0_ns) * 1e-9; }
 void ql_sleep_ms(int32_t ms);

@@ -151,7 +151,7 @@ ql_status ql_devices_open(ql_devices *d, const ql_options *o, ql_lane_group *lan
                                    .abort = &lanes->abort,
                                    .log = lanes->log,
                                    .mem = lanes->mem};
-        lanes->looks = true; /* lanes wait for their GPUs */
+        lanes->looks = ql_cores() > d->n_lane + 1; /* lanes look for their GPUs; one more looks for them */
         return ql_comm_cuda_open(&d->comm, &co, err);
     }
 #endif

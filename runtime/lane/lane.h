@@ -35,15 +35,13 @@ struct ql_lane_group {
     ql_abort abort;
     ql_lane *lane;
     int32_t n_lane, wait_ms;
-    ql_mutex
-        mutex; /* guards closing, n_busy and the lanes' fn and arg; n_busy may be looked at by anyone with atomics */
+    ql_mutex mutex; /* guards closing, n_busy and the lanes' fn and arg */
     ql_cond posted, finished;
     void (*fini)(ql_lane *lane);
     void *user; /* the level above's */
     bool closing;
-    bool
-        looks; /* wait by looking where sleeping would be late: set before the first command, where lanes leave cores idle */
-    int32_t n_busy;
+    bool looks;     /* before sleeping, where that leaves cores idle: set before the first command */
+    int32_t n_busy; /* looked at by anyone with atomics */
 
     /* the caller's of ql_lanes_run */
     ql_lane_fn last_fn;
