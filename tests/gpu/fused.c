@@ -12,6 +12,8 @@
 enum { MAX_ROW = 300, MAX_K = 17408, MAX_N = 12288, HEADS = 48 };
 
 static ql_dev dev;
+static bool
+    old_code; /* for 7.5: lists with products of BF16 weights, and some in fp8, are left to the ops one by one */
 
 /* What an op list writes: results of its products, and the residual stream of a norm. */
 struct result {
@@ -41,6 +43,10 @@ static bool same(const char *name, const ql_op *op, int32_t n, float *x, const f
                 rig_one_by_one(&dev, op, n);
             } else {
                 rig_must(dev.ops->chain(&dev, op, n, &taken));
+            }
+            if (taken < n && old_code) { /* as a step does it */
+                rig_one_by_one(&dev, op + taken, n - taken);
+                taken = n;
             }
             rig_must(dev.ops->sync(&dev));
             if (taken != n) {
@@ -91,6 +97,7 @@ int main(int argc, char **argv) {
                       .max_seg = 1,
                       .max_out = 1,
                       .max_ctx = 512};
+    old_code = rig_info().code < 80;
     rig_open(&dev, NULL, &shape);
     const struct {
         const char *name;
