@@ -12,7 +12,9 @@
  *               the output product follows, it multiplies with silu(z), which who makes z leaves
  *   edge        a counter in device memory that every block raises when its part of an op is written, and waits for before
  *               it reads what others wrote; where lanes add, one of every lane's. An early edge is one inside a product, behind
- *               the tasks that the next op begins with: the recurrence has no need of z, the product's last tasks, to begin
+ *               the tasks that the next op begins with: the recurrence needs z, the product's last tasks, only at its end, or
+ *               not at all where the product behind it multiplies with silu(z). A block may then arrive at the recurrence's edge
+ *               while others have not at the product's: only the sum of both is known to be complete
  *
  * A row-parallel product of few row tiles is cut into parts of whole slices, subtrees of the tree, so that all SMs have work;
  * who reads it adds the parts. Other sums have the order of the kernels that run alone, so a step may go either way.
@@ -28,7 +30,7 @@
 #if HAVE_WGMMA
 /* ---- walking over a product, the same for the fetching and the computing warps ------------------------------------- */
 
-/* A task is a tile of 16 weight rows and a part of its slices; GATED: of gate and up, two pieces. */
+/* A task is a tile of 16 weight rows and a part of its slices; GATED: of gate and up, two pieces, but one from `singles` on. */
 struct piece_of {
     int row_tile, part;
     const struct chain_target *t;
@@ -79,7 +81,7 @@ __device__ __forceinline__ struct piece_of find_piece_of(const struct product &p
     return at;
 }
 
-/* Units of a task. */
+/* Units of a task, but of one from `singles` on, which has p.units. */
 __device__ __forceinline__ int all_units(const struct product &p) {
     return p.epilogue == GATED ? 2 * p.units : p.units;
 }
@@ -352,8 +354,8 @@ __device__ __forceinline__ void add_slices(float sum[R], const float *u, int ste
 }
 
 /* The finishing warp, all products of the run: a task when its units are in, in order; after the last of a product it says
- * that the block's part is written. Half a warp has a tile's rows: of GATED one half adds up gate, the other up; slices of a
- * row-parallel product are shared by the halves. */
+ * that the block's part is written. Half a warp has a tile's rows: of GATED one half adds up gate, the other up, unless the task is
+ * one of these alone; slices of a row-parallel product are shared by the halves. */
 template <int R> __device__ void finish_all(const struct run &r, struct shared *sh, const uint8_t *room) {
     int n = 0, lane = threadIdx.x & 31, in_tile = lane & 15, half = lane >> 4;
 #pragma unroll 1
@@ -534,10 +536,10 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
 
 /* ---- recurrence -------------------------------------------------------------------------------------------------- */
 
-/* The rows of a segment and head, its state loaded ahead of the edge where there is one to wait for; z, which may come after
- * what the state needs, when that is computed. After the block's last task it says that the result is written; the state,
- * which nobody waits for, is stored after that. MANY: the state of the block's next task is copied to shared memory meanwhile.
- * Sums in the order of gdn.cu's step_kernel and norm.cu's gated_norm. */
+/* The rows of a segment and head, its state loaded ahead of the edge where there is one to wait for; z, unless the next product
+ * multiplies with it, when what the state needs is computed, as z may come after that. After the block's last task it says that the
+ * result is written; the state, which nobody waits for, is stored after that. MANY: the state of the block's next task is copied to
+ * shared memory meanwhile. Sums in the order of gdn.cu's step_kernel and norm.cu's gated_norm. */
 template <bool MANY>
 __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, const struct recurrence &g, int task,
                                       float *room, bool edge) {

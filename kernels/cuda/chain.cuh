@@ -210,7 +210,7 @@ static_assert(ahead_of(1) == ahead_of(2) && ahead_of(3) == ahead_of(4),
 /* Numbers of a row of a slice that a thread can hold of x, of so many rows. */
 __device__ __host__ constexpr int x_keep(int rows) { return rows > 2 ? 12 : 24; }
 
-/* Of those at most so many are multiplied as they are read. */
+/* Of those at most so many are multiplied with silu(z) as they are read; with `up`, which only one row is, all of them. */
 enum { TIMES_KEEP = 8 };
 
 /* Warps that prepare a slice of x. */

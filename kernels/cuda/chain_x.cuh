@@ -106,8 +106,8 @@ __device__ __forceinline__ float plain_weight(const uint32_t u[4], int e, bool b
     return bf16 ? f32_of_bf16(h) : f32_of_f16((uint16_t)h);
 }
 
-/* Products of a normed row in f32, y, with the rows of plain weights that fall to this block: by the last four warps. The
- * blocks with the fewest tasks are the last. */
+/* Products of a normed row in f32, y, with the rows of plain weights that fall to this block: by the last four warps. Of
+ * the tasks that are dealt to all blocks in turn the last blocks have the fewest. */
 __device__ __forceinline__ void plain_rows(const struct product &p, const float *y, int row, struct shared *sh) {
     int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31;
     const auto [parts, c0, c1] = part_of_plain(p.k, warp);
@@ -340,8 +340,8 @@ __device__ __forceinline__ void plain_rows_of_all(const struct run &r, const str
 }
 
 /* As norm_x, for more rows than two, which have nothing to add: all rows at once, so that memory and barriers are waited for
- * once. What a warp of norm_x has of a row, a column, is here one of at most three that a warp holds: the first eight warps
- * have their own column of all rows but the last, of which four more have two columns each. Two parts a row. */
+ * once. What one of the eight warps that add in norm_x has of a row, a column, is here one of at most three that a warp holds: the
+ * first eight warps have their own column of all rows but the last, of which four more have two columns each. Two parts a row. */
 template <typename F>
 __device__ __forceinline__ void norm_rows(const struct run &r, const struct product &p, uint16_t *xs, struct shared *sh,
                                           F wait) {
