@@ -157,8 +157,8 @@ ql_status ql_lanes_run(ql_lane_group *g, ql_lane_fn fn, void *arg, ql_error *err
     int32_t busy;
     uint64_t seen = busy_progress(g, &busy);
     if (g->looks && fn == g->last_fn && g->last_ns < look_ns) {
-        int64_t looks_ns = g->last_ns / LOOK_BEFORE, soon_ns = begin_ns + g->last_ns - looks_ns;
-        looks_ns = looks_ns < MOST_LOOKS_NS ? looks_ns : MOST_LOOKS_NS;
+        int64_t looks_ns = g->last_ns / LOOK_BEFORE < MOST_LOOKS_NS ? g->last_ns / LOOK_BEFORE : MOST_LOOKS_NS;
+        int64_t soon_ns = begin_ns + g->last_ns - looks_ns;
         while (g->n_busy > 0 && !ql_abort_raised(&g->abort) && ql_cond_wait_until(&g->finished, &g->mutex, soon_ns)) {
         }
         if (g->n_busy > 0) {
