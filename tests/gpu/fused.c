@@ -12,8 +12,9 @@
 enum { MAX_ROW = 300, MAX_K = 17408, MAX_N = 12288, HEADS = 48 };
 
 static ql_dev dev;
-static bool
-    old_code; /* for 7.5: lists with products of BF16 weights, and some in fp8, are left to the ops one by one */
+/* Code for 7.5: lists with products of BF16 weights, and some in fp8, are left to the ops one by one. */
+static bool old_code;
+static int passed, failed, skipped;
 
 /* What an op list writes: results of its products, and the residual stream of a norm. */
 struct result {
@@ -22,12 +23,12 @@ struct result {
 };
 
 /* Runs the list both ways from the same inputs and compares. `x`: the stream that a norm changes, or NULL; x0, on the host: what it is
- * before. */
-static bool same(const char *name, const ql_op *op, int32_t n, float *x, const float *x0, size_t x_n,
-                 const struct result *result, int n_result, int repeats) {
-    bool ok = true;
+ * before. A list that the device does not take whole is skipped where old code may leave it, and fails elsewhere. */
+static void check(const char *name, const ql_op *op, int32_t n, float *x, const float *x0, size_t x_n,
+                  const struct result *result, int n_result, int repeats) {
+    bool ok = true, left = false;
     size_t compared = 0;
-    for (int r = 0; r < repeats && ok; r++) {
+    for (int r = 0; r < repeats && ok && !left; r++) {
         float *got[2][8] = {{0}};
         for (int way = 0; way < 2; way++) {
             int32_t taken = n;
@@ -44,12 +45,9 @@ static bool same(const char *name, const ql_op *op, int32_t n, float *x, const f
             } else {
                 rig_must(dev.ops->chain(&dev, op, n, &taken));
             }
-            if (taken < n && old_code) { /* as a step does it */
-                rig_one_by_one(&dev, op + taken, n - taken);
-                taken = n;
-            }
             rig_must(dev.ops->sync(&dev));
-            if (taken != n) {
+            left = taken != n && old_code;
+            if (taken != n && !left) {
                 printf("FAIL %s: %d of %d ops were taken\n", name, taken, n);
                 ok = false;
             }
@@ -60,7 +58,7 @@ static bool same(const char *name, const ql_op *op, int32_t n, float *x, const f
         }
         for (int i = 0; i < n_result; i++) {
             double size = 0;
-            for (size_t j = 0; j < result[i].n && ok; j++) {
+            for (size_t j = 0; j < result[i].n && ok && !left; j++) {
                 size += got[0][i][j] * got[0][i][j];
                 if (memcmp(&got[0][i][j], &got[1][i][j], 4) != 0) {
                     printf("FAIL %s: result %d [%zu] is %g, one by one %g\n", name, i, j, (double)got[1][i][j],
@@ -68,7 +66,7 @@ static bool same(const char *name, const ql_op *op, int32_t n, float *x, const f
                     ok = false;
                 }
             }
-            if (ok && !(size > 0)) {
+            if (ok && !left && !(size > 0)) {
                 printf("FAIL %s: result %d is nothing\n", name, i);
                 ok = false;
             }
@@ -77,14 +75,19 @@ static bool same(const char *name, const ql_op *op, int32_t n, float *x, const f
             free(got[1][i]);
         }
     }
-    if (ok) {
+    if (ok && left) {
+        printf("skip %s: not taken whole\n", name);
+        skipped++;
+    } else if (ok) {
         printf("ok   %s: %zu numbers compared\n", name, compared);
+        passed++;
+    } else {
+        failed++;
     }
-    return ok;
 }
 
 int main(int argc, char **argv) {
-    int repeats = argc > 1 ? atoi(argv[1]) : 2, bad = 0, passed = 0;
+    int repeats = argc > 1 ? atoi(argv[1]) : 2;
     ql_shape shape = {.hidden = 5120,
                       .vocab = 1024,
                       .vocab_local = 1024,
@@ -144,10 +147,8 @@ int main(int argc, char **argv) {
     do {                                                                                                               \
         const struct result result[] = {__VA_ARGS__};                                                                  \
         snprintf(name, sizeof name, "fused.%s.%s.%s.t%d", what, models[m].name, precision_names[p], rows);             \
-        same(name, list, (int32_t)(sizeof(list) / sizeof *(list)), stream, x0, (size_t)rows *(size_t)hidden, result,   \
-             (int)(sizeof result / sizeof *result), repeats)                                                           \
-            ? passed++                                                                                                 \
-            : bad++;                                                                                                   \
+        check(name, list, (int32_t)(sizeof(list) / sizeof *(list)), stream, x0, (size_t)rows *(size_t)hidden, result,  \
+              (int)(sizeof result / sizeof *result), repeats);                                                         \
     } while (0)
                 ql_op norm = {.kind = QL_OP_RMSNORM,
                               .u.rmsnorm = {.x = x,
@@ -184,6 +185,6 @@ int main(int argc, char **argv) {
         }
     }
     rig_must(dev.ops->sync(&dev));
-    printf("fused: %d passed, %d failed, 0 skipped\n", passed, bad);
-    return bad > 0;
+    printf("fused: %d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed > 0;
 }
