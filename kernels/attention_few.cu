@@ -244,6 +244,7 @@ template <int TYPE> static ql_status run(ql_dev *dev, const struct few &r, bool 
         if (room.at_once[i] >= clusters) {
             unsigned size = with[0].val.clusterDim.x = MOST >> i;
             config.gridDim = dim3(size, (unsigned)r.cache.n_kv_head, (unsigned)r.batch.n_row);
+            begin_op(dev, QL_PATH_ATTN_FEW);
             CU_TRY(dev, cudaLaunchKernelEx(&config, kernel, r), "attention");
             *served = true;
         }

@@ -18,6 +18,7 @@ void ql_path_name(const ql_dev *dev, int32_t path, char *out) {
         [QL_PATH_SWIGLU] = "swiglu",
         [QL_PATH_TOPK] = "topk",
         [QL_PATH_SAMPLE] = "sample",
+        [QL_PATH_ATTN_FEW] = "attention.few",
         [QL_PATH_CHAIN] = "chain",
         [QL_PATH_EXCHANGE] = "exchange",
     };

@@ -40,6 +40,7 @@ typedef enum ql_path {
     QL_PATH_SWIGLU,
     QL_PATH_TOPK,
     QL_PATH_SAMPLE,
+    QL_PATH_ATTN_FEW, /* attn_prep and attention at short context in one launch; both count as well */
     QL_PATH_CHAIN,    /* runs of ops in one launch; the ops count as well */
     QL_PATH_EXCHANGE, /* sums across lanes inside them */
     QL_PATH_COUNT
