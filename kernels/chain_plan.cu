@@ -119,7 +119,8 @@ static void deal_singles(const struct builder *b, struct product *p) {
     }
     struct product *front = &before->product;
     int left = front->deal.n % b->blocks;
-    if (front->target[0].y == p->x && front->deal.n > b->blocks && left > 0 && 2 * left <= b->blocks) {
+    if (front->target[0].y == p->x && front->target[1].y != p->x && front->deal.n > b->blocks && left > 0 &&
+        2 * left <= b->blocks) {
         front->singles = front->deal.n - left;
         front->deal.n = front->deal.all = front->deal.n + left;
         p->times = front->target[1].y;
@@ -197,7 +198,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             p.residual = norm->x;
         }
     }
-    if (b->parts_of && !(norm && norm->delta == b->parts_of)) {
+    if (b->parts_of && !(norm && norm->delta == b->parts_of && (added || b->n_parts <= PARTS_READ))) {
         return 0; /* the parts must be added first */
     }
     if (norm && norm->x == residual_behind(r)) {
