@@ -199,11 +199,6 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
             }
         }
     }
-    uint32_t from = r.soon_bytes / gridDim.x * blockIdx.x & ~15u,
-             to = r.soon_bytes / gridDim.x * (blockIdx.x + 1) & ~15u;
-    for (; from < to; from += min(to - from, 1u << 14)) {
-        prefetch(r.soon + from, min(to - from, 1u << 14));
-    }
 }
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */

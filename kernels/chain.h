@@ -28,8 +28,7 @@ typedef enum ql_op_kind {
     QL_OP_SWIGLU,
     QL_OP_ATTN_PREP,
     QL_OP_ATTENTION,
-    QL_OP_EXCHANGE,
-    QL_OP_SOON /* computes nothing: a weight that the run after this one begins with, to be fetched ahead */
+    QL_OP_EXCHANGE
 } ql_op_kind;
 
 enum { QL_GROUP_MAX = 4 };
@@ -58,7 +57,6 @@ typedef struct ql_op {
         ql_attn_prep_args attn_prep;
         ql_attention_args attention;
         ql_exchange_args exchange;
-        const ql_weight *soon;
     } u;
 } ql_op;
 

@@ -355,7 +355,6 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
 static struct builder begin(ql_dev *dev, struct run *r) {
     const ql_cuda_exchange *x = &cuda(dev)->exchange;
     r->n_op = r->n_edge = r->n_early = r->n_row = r->n_seg = r->set_floats = r->extra_bytes = 0;
-    r->soon_bytes = 0;
     r->edges = (struct edges *)cuda(dev)->edges;
     r->lanes = {};
     r->lanes.lane = x->lane;
@@ -404,12 +403,6 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
         products += used > 0;
         if (used == 0) {
             used = take_recurrence(&b, op + *taken, n - *taken);
-        }
-        if (used == 0 && op[*taken].kind == QL_OP_SOON) {
-            const ql_weight *w = op[*taken].u.soon;
-            r.soon = (const uint8_t *)w->data;
-            r.soon_bytes = (uint32_t)(w->weight_bytes < SOON_MOST ? w->weight_bytes : SOON_MOST);
-            used = 1;
         }
         if (used == 0) {
             break;

@@ -25,10 +25,9 @@ enum {
     NORM_THREADS = 1024,                       /* of the norm kernel, whose order of sums this one keeps */
     NORM_KEEP = 5,
     NORM_SHARE = (NORM_KEEP * NORM_THREADS / 4 + N_THREAD - 1) / N_THREAD,
-    X_MOST = 72 * 1024,   /* bytes of x in shared memory that are worth fewer parts */
-    PEND = 64,            /* residual numbers of a row that a block writes */
-    WITH_DELTA = 2,       /* rows whose norm adds to the residual as well; of more an op of its own does */
-    SOON_MOST = 32 << 20, /* bytes that the second-level cache has room for beside all else */
+    X_MOST = 72 * 1024, /* bytes of x in shared memory that are worth fewer parts */
+    PEND = 64,          /* residual numbers of a row that a block writes */
+    WITH_DELTA = 2,     /* rows whose norm adds to the residual as well; of more an op of its own does */
     D = 128,
     SHARED_MAX = 227 * 1024
 };
@@ -164,8 +163,6 @@ struct run {
     const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
     struct edges *edges;
     struct lanes lanes;
-    const uint8_t *soon; /* what the next run begins with */
-    uint32_t soon_bytes;
     struct chain_op op[MAX_OPS];
 };
 

@@ -513,8 +513,7 @@ static ql_status op_chain(ql_dev *dev, const ql_op *op, int32_t n, int32_t *take
         case QL_OP_SWIGLU: begin_op(dev, QL_PATH_SWIGLU); break;
         case QL_OP_EXCHANGE: begin_op(dev, QL_PATH_EXCHANGE); break;
         case QL_OP_ATTN_PREP:
-        case QL_OP_ATTENTION: /* of no such run */
-        case QL_OP_SOON: break;
+        case QL_OP_ATTENTION: break; /* of no such run */
         }
     }
     if (*taken > 0 && phase == QL_PHASE_GEN) {

@@ -47,7 +47,6 @@ static ql_status run_op(ql_model *m, const ql_op *op) {
     case QL_OP_ATTN_PREP: return ops->attn_prep(m->dev, &op->u.attn_prep) == QL_OK ? QL_OK : failed(m, "attn_prep");
     case QL_OP_ATTENTION: return ops->attention(m->dev, &op->u.attention) == QL_OK ? QL_OK : failed(m, "attention");
     case QL_OP_EXCHANGE: return m->comm->reduce(m->comm, op->u.exchange.src, op->u.exchange.dst, op->u.exchange.n);
-    case QL_OP_SOON: return QL_OK;
     }
     return ql_fail(m->dev->err, QL_ERR_INTERNAL, "lane %d: op kind %d", m->comm->lane, (int)op->kind);
 }
@@ -238,7 +237,6 @@ static ql_status attention_mixer(ql_model *m, const ql_batch *b, const ql_layer_
     ql_workspace *ws = &m->ws;
     QL_TRY(column_parallel(m, b, ws->xn, 3, (const ql_weight *const[]){&w->q, &w->k, &w->v},
                            (float *const[]){ws->qg, ws->k, ws->v}));
-    QL_TRY(emit(m, (ql_op){.kind = QL_OP_SOON, .u.soon = &w->o}));
     QL_TRY(emit(m, (ql_op){.kind = QL_OP_ATTN_PREP,
                            .u.attn_prep = {.batch = b,
                                            .qg = ws->qg,

@@ -166,8 +166,7 @@ void rig_one_by_one(ql_dev *dev, const ql_op *op, int32_t n) {
         case QL_OP_SWIGLU: rig_must(ops->swiglu(dev, &op[i].u.swiglu)); break;
         case QL_OP_ATTN_PREP: rig_must(ops->attn_prep(dev, &op[i].u.attn_prep)); break;
         case QL_OP_ATTENTION: rig_must(ops->attention(dev, &op[i].u.attention)); break;
-        case QL_OP_EXCHANGE:
-        case QL_OP_SOON: break;
+        case QL_OP_EXCHANGE: break;
         }
     }
 }
