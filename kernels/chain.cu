@@ -11,10 +11,12 @@
  *   recurrence  a block a head and segment: delta rule and gated norm. The other blocks take most of z's tasks meanwhile; where
  *               the output product follows, it multiplies with silu(z), which who makes z leaves
  *   edge        a counter in device memory that every block raises when its part of an op is written, and waits for before
- *               it reads what others wrote; where lanes add, one of every lane's. An early edge is one inside a product, behind
- *               the tasks that the next op begins with: the recurrence needs z, the product's last tasks, only at its end, or
- *               not at all where the product behind it multiplies with silu(z). A block may then arrive at the recurrence's edge
- *               while others have not at the product's: only the sum of both is known to be complete
+ *               it reads what others wrote; where lanes add, one of every lane's. An early edge is one inside a product: all
+ *               blocks have read x, so that x + delta may take its place, and the tasks are done that the next op begins with.
+ *               The recurrence needs z, the product's last tasks, only at its end, or not at all where the product behind it
+ *               multiplies with silu(z). A block may then arrive at the recurrence's edge while others have not at the
+ *               product's: only the sum of both is known to be complete. `down` of two parts needs the first half of gate and up
+ *               for one of them, which the last blocks have: they look whether gate and up are complete before they arrive
  *
  * A row-parallel product of few row tiles is cut into parts of whole slices, subtrees of the tree, so that all SMs have work;
  * who reads it adds the parts. Other sums have the order of the kernels that run alone, so a step may go either way.
@@ -36,19 +38,10 @@ struct piece_of {
     const struct chain_target *t;
 };
 
-/* Until more than n of what `so_far` counts are there, of which the caller knows `seen`; returns how many are. */
-__device__ __forceinline__ int wait_count(const int *so_far, int seen, int n) {
-    while (seen <= n) {
-        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(so_far)) : "memory");
-    }
-    return seen;
-}
-
 /* A block's i-th task; i may be one too many. */
 __device__ __forceinline__ int task_of(const struct deal &d, int i) {
     int beyond = i - d.mine;
-    return beyond < 0 ? (int)blockIdx.x + i * (int)gridDim.x
-                      : d.all + (int)(gridDim.x - 1 - blockIdx.x) + beyond * d.late;
+    return beyond < 0 ? d.first + i * d.step : d.all + (int)(gridDim.x - 1 - blockIdx.x) + beyond * d.late;
 }
 
 /* How many of 0 .. n - 1 are `first` and multiples of `step` further. */
@@ -348,6 +341,23 @@ __device__ __forceinline__ void add_slices(float sum[R], const float *u, int ste
     }
 }
 
+/* A warp: this block's share of x + delta, once all blocks have read x. */
+__device__ __forceinline__ void put_residual(const struct run &r, const struct shared *sh, const struct product &p) {
+    int lane = threadIdx.x & 31, lo = share_begin(p.k, blockIdx.x), n = share_begin(p.k, blockIdx.x + 1) - lo;
+    if (lane == 0) {
+        await_arrivals(&r.edges->early, sh->base_early + gridDim.x * p.early_edge);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int row = 0; row < r.n_row; row++) {
+#pragma unroll 1
+        for (int e = lane; e < n; e += 32) {
+            p.residual[row * p.ldx + lo + e] = sh->pend[row][e];
+        }
+    }
+    __syncwarp();
+}
+
 /* The finishing warp, all products of the run: a task when its units are in, in order; after the last of a product it says
  * that the block's part is written. Half a warp has a tile's rows: of GATED one half adds up gate, the other up, unless the task is
  * one of these alone; slices of a row-parallel product are shared by the halves. */
@@ -384,6 +394,14 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
                 barrier_arrive(shared_address(&sh->summed[set]),
                                SUM_ARRIVALS - (single ? p.units : all_units(p)) - (last ? N_WARP : 0));
             }
+            if (last && p.residual && task >= p.early) { /* while the last task is computed */
+                put_residual(r, sh, p);
+            }
+            if (last && lane == 0 &&
+                sh->op[i].early) { /* or others would take this arrival for one at the edge before */
+                await_arrivals(&r.edges->count, sh->base + gridDim.x * sh->op[i].edges);
+            }
+            __syncwarp();
             barrier_wait(shared_address(&sh->summed[set]), n / ahead_of(R) & 1);
             float f = *scale, x0 = 0.0f, x1 = 0.0f, x2 = 0.0f;
             float4 w = conv ? x->conv[in_tile] : make_float4(0, 0, 0, 0);
@@ -440,6 +458,9 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
             }
             if (lane == 0 && task < p.early && task_of(p.deal, k + 1) >= p.early) {
                 arrive_early(r);
+            }
+            if (last && p.residual && task < p.early) {
+                put_residual(r, sh, p);
             }
             if (last) {
                 arrive(r, sh, sh->op[i]);
@@ -685,18 +706,6 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
 
 /* ---- the kernel -------------------------------------------------------------------------------------------------- */
 
-/* What op i - 1 left in `pend`, if it did: all blocks have read x since. */
-__device__ __noinline__ void write_residual(const struct shared *sh, int n_row, int i) {
-    const struct product &p = sh->op[i > 0 ? i - 1 : 0].product;
-    if (i > 0 && sh->op[i - 1].kind == PRODUCT && p.residual) {
-        int lo = share_begin(p.k, blockIdx.x), n = share_begin(p.k, blockIdx.x + 1) - lo;
-        int row = threadIdx.x / PEND, e = threadIdx.x % PEND;
-        if (row < n_row && e < n) {
-            p.residual[row * p.ldx + lo + e] = sh->pend[row][e];
-        }
-    }
-}
-
 template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, struct shared *sh, uint8_t *room) {
     uint16_t *xs = (uint16_t *)(room + r.x_at);
     volatile int *at_op = &sh->at_op[threadIdx.x >> 5]; /* not in a register, which would be one too many */
@@ -724,17 +733,16 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
                     int at = 4 * (j * N_THREAD + threadIdx.x);
                     w[j] = at < p.k ? load_fresh4(p.norm + at) : make_float4(0, 0, 0, 0);
                 }
-                bool full = edge && sh->op[i - 1].kind == PRODUCT && sh->op[i - 1].product.residual;
+                if (edge && p.ahead &&
+                    sh->op[i - 1].early) { /* nobody of these warps has asked for what that began before */
+                    wait_edge(r, sh, sh->op[i - 1].edges);
+                }
                 for (int row = 0; row < r.n_row; row++) {
                     int stride = x_stride<COLS>(p.k, p.format);
                     float *y = (float *)(xs + r.n_row * stride);
                     norm_x<COLS>(p, row, w, xs + row * stride, y, sh, [&]() {
                         if (row == 0) {
                             cross();
-                            if (full) { /* seldom: pend is wanted at once */
-                                write_residual(sh, r.n_row, *at_op);
-                                sync_warps();
-                            }
                         }
                     });
                     if (p.n_plain > 0 && threadIdx.x >= N_THREAD - 128) {
@@ -743,13 +751,12 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
                 }
             } else {
                 if (MANY) {
-                    slices_x<COLS, 4>(r, p, xs, sh, cross);
+                    slices_x<COLS, 4>(r, p, xs, sh, sh->op[i].early > 0, cross);
                 } else if (r.n_row == 2) {
-                    slices_x<COLS, 2>(r, p, xs, sh, cross);
+                    slices_x<COLS, 2>(r, p, xs, sh, sh->op[i].early > 0, cross);
                 } else {
-                    slices_x<COLS, 1>(r, p, xs, sh, cross);
+                    slices_x<COLS, 1>(r, p, xs, sh, sh->op[i].early > 0, cross);
                 }
-                write_residual(sh, r.n_row, *at_op);
             }
             switch (p.format) {
             case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS, MANY ? 4 : 1>(r, p, room, sh); break;
@@ -767,10 +774,8 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
             if (edge) {
                 wait_edge(r, sh, sh->op[*at_op].edges);
             }
-            write_residual(sh, r.n_row, *at_op);
         } else {
             cross();
-            write_residual(sh, r.n_row, *at_op);
             if (kind == PROOF) {
                 share_proof(r.lanes, sh, sh->op[*at_op].proof, blockIdx.x * N_THREAD + threadIdx.x,
                             gridDim.x * N_THREAD);
@@ -784,17 +789,20 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
         if (!arrived) {
             sync_warps();
             if (threadIdx.x < 32) {
-                arrive(r, sh, sh->op[*at_op]);
+                struct chain_op &op = sh->op[*at_op];
+                if (op.kind == PRODUCT && op.product.residual) { /* a block without tasks */
+                    if (threadIdx.x == 0) {
+                        arrive_early(r);
+                    }
+                    put_residual(r, sh, op.product);
+                }
+                arrive(r, sh, op);
             }
         }
         i = *at_op + 1;
         __syncwarp();
         *at_op = i;
         __syncwarp();
-    }
-    if (sh->op[r.n_op - 1].kind == PRODUCT && sh->op[r.n_op - 1].product.residual) {
-        wait_edge(r, sh, r.n_edge);
-        write_residual(sh, r.n_row, r.n_op);
     }
 }
 #endif
@@ -860,7 +868,15 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
         }
         if (there) {
             struct deal &d = p.deal;
-            d.mine = count_of(d.all, blockIdx.x, gridDim.x);
+            d.first = blockIdx.x;
+            d.step = gridDim.x;
+            if (d.half > 0) {
+                bool second = d.first < d.half;
+                d.first = 2 * (d.first - (second ? 0 : d.half)) + second;
+                d.step = 2 * (second ? d.half : d.step - d.half);
+                op.early = second ? 0 : op.early;
+            }
+            d.mine = count_of(d.all, d.first, d.step);
             p.tasks = task = d.mine + count_of(d.n - d.all, gridDim.x - 1 - blockIdx.x, d.late);
             p.single = task > 0 && task_of(d, task - 1) >= p.singles;
             stage = task * p.stages * (p.epilogue == GATED ? 2 : 1) - (p.single ? p.stages : 0);

@@ -85,7 +85,7 @@ static void add_to_residual(struct builder *b, const ql_rmsnorm_args *norm) {
     b->parts_of = NULL;
 }
 
-/* The residual that is written while the next op begins, or NULL: the last product's, a recurrence behind it or not. */
+/* The residual that is written by the time the last product ends, a recurrence behind it or not; NULL: none. */
 static const float *residual_behind(const struct run *r) {
     int i = r->n_op - 1;
     i -= i > 0 && r->op[i].kind == RECURRENCE;
@@ -126,6 +126,35 @@ static void deal_singles(const struct builder *b, struct product *p) {
         p->times = front->target[1].y;
         p->times_from = front->singles * TILE_ROWS;
     }
+}
+
+/* Blocks say when so many of a product's tasks are behind them, and that they have read its x. Returns which early edge that is. */
+static int tell_early(struct run *r, struct product *p, int tasks) {
+    p->early = tasks;
+    p->early_edge = p->early_edge ? p->early_edge : ++r->n_early;
+    return p->early_edge;
+}
+
+/* Two parts of a row-parallel product whose x the product before makes in order: the columns of the first are there long before those of
+ * the second. The last blocks have the first part. They begin behind an early edge, which is returned, and have a task more than if all
+ * had as many; the others, which wait, the fewer. */
+static int begin_with_half(struct builder *b, struct product *p) {
+    struct run *r = b->run;
+    struct chain_op *before = r->n_op > 0 ? &r->op[r->n_op - 1] : NULL;
+    if (!before || before->kind != PRODUCT || before->product.epilogue != GATED || r->n_row > WITH_DELTA ||
+        p->parts != 2 || p->exchange >= 0) {
+        return 0;
+    }
+    struct product *front = &before->product;
+    int columns = p->k / 2, early = columns / TILE_ROWS, tiles = p->deal.n / 2;
+    int most = (int)ceil_div(tiles, b->blocks / 2) + 1, first = (int)ceil_div(tiles, most), second = b->blocks - first;
+    if (front->target[0].y != p->x || columns % TILE_ROWS != 0 || early < b->blocks || early > front->singles ||
+        ceil_div(tiles, second) >= most || b->stages + p->stages > MOST_STAGES) {
+        return 0;
+    }
+    b->stages += p->stages;
+    p->deal.half = second;
+    return tell_early(r, front, early);
 }
 
 /* [rmsnorm] linear [conv | swiglu | exchange] */
@@ -197,12 +226,14 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             p.delta_exchange = split ? b->exchange : -1;
             p.residual = norm->x;
         }
+        p.ahead =
+            !added && r->n_op > 0 && !(r->op[r->n_op - 1].kind == COMBINE && r->op[r->n_op - 1].combine.to == p.x);
     }
     if (b->parts_of && !(norm && norm->delta == b->parts_of && (added || b->n_parts <= PARTS_READ))) {
         return 0; /* the parts must be added first */
     }
     if (norm && norm->x == residual_behind(r)) {
-        return 0; /* blocks write their shares of it while others would read */
+        return 0; /* not known to be there before that product has ended */
     }
     int row_tiles = 0, lanes = 0;
     for (int i = 0; i < p.n_target; i++) {
@@ -285,11 +316,18 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     r->n_row = a->n_row;
     r->extra_bytes = extra > r->extra_bytes ? extra : r->extra_bytes;
     b->cols = cols;
+    int early = 0;
     if (!norm) {
         multiply_behind(r, &p);
         deal_singles(b, &p);
+        early = begin_with_half(b, &p);
     }
-    add_op(b, PRODUCT)->product = p;
+    if (p.residual) { /* x, which is written when all have read it */
+        tell_early(r, &p, p.deal.n < b->blocks ? p.deal.n : b->blocks);
+    }
+    struct chain_op *next = add_op(b, PRODUCT);
+    next->product = p;
+    next->early = early;
     return used;
 }
 
@@ -341,8 +379,7 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
     struct chain_op *recur = add_op(b, RECURRENCE);
     recur->gdn = recurrence{*a, g->z, g->w, g->y, g->eps};
     if (early) {
-        last->product.early = last->product.target[0].row_tiles;
-        recur->early = ++r->n_early;
+        recur->early = tell_early(r, &last->product, last->product.target[0].row_tiles);
         deal_beside(b, &last->product, r->n_seg * a->n_value_head);
     }
     bool again = r->n_row > WITH_DELTA && r->n_seg * a->n_value_head > b->blocks;

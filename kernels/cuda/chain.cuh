@@ -58,7 +58,8 @@ struct chain_target {
  * one on. The first blocks then have time for what the next op begins with. */
 struct deal {
     int n, all, late;
-    int mine; /* of `all`, the block's own */
+    int half;              /* of two parts: blocks from here on have the first, those below the second; 0: not so */
+    int mine, first, step; /* of a block, known to itself: how many of `all`, from which on, how far apart */
 };
 
 struct product {
@@ -73,7 +74,7 @@ struct product {
     struct deal deal;  /* of its tasks */
     int log_parts;
     int singles; /* of GATED: tasks from here on are of one tile, gate or up in turn, and leave silu(gate) and up */
-    int early;   /* tasks after which a block raises edges->early: the next op begins with what they make; 0: none */
+    int early, early_edge;    /* tasks after which a block raises edges->early, and early edges up to that; 0: none */
     int tasks, task0, stage0; /* of a block, known to itself: its tasks, and its tasks and stages before those */
     bool single;              /* its last task is of one tile */
     int by_slice, by_task;    /* 2^16 / per_slice, and / the units of a task, rounded up */
@@ -88,6 +89,7 @@ struct product {
     int exchange,
         delta_exchange; /* which exchange of the run this product's sums are for; which delta is from; -1: none */
     float *residual;    /* where x + delta goes; NULL without delta */
+    bool ahead;         /* x is there before the op before this one has ended */
     float eps;
     /* CONV */
     const float *conv;

@@ -41,6 +41,14 @@ __device__ __forceinline__ void copy_16(uint32_t to, const float *from) {
 __device__ __forceinline__ void sync_warps(void) { asm volatile("bar.sync 1, %0;" ::"n"((int)N_THREAD) : "memory"); }
 __device__ __forceinline__ void sync_four(void) { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 
+/* Until more than n of what `so_far` counts are there, of which the caller knows `seen`; returns how many are. */
+__device__ __forceinline__ int wait_count(const int *so_far, int seen, int n) {
+    while (seen <= n) {
+        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(seen) : "r"(shared_address(so_far)) : "memory");
+    }
+    return seen;
+}
+
 /* ---- edges ------------------------------------------------------------------------------------------------------- */
 
 /* A warp that knows of it: this block's part of an op is written. */

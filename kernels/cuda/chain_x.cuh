@@ -155,8 +155,8 @@ __device__ __forceinline__ void plain_rows(const struct product &p, const float 
 
 /* Residual addition and norm of a row, its columns to xs and in f32 to y; the sums are those of norm.cu. Eight warps add, since
  * that order is theirs; what is left is shared by all, a thread four columns of each 4 N_THREAD, whose weights it has in w. This
- * block's share of x + delta waits in `pend` until all blocks have read x. `wait` returns when x and delta are there: all that
- * can be known before is. */
+ * block's share of x + delta waits in `pend` until all blocks have read x. `wait` returns when x and delta are there: what can be known
+ * before is, and x is on its way where it is there before that. */
 template <int COLS, typename F>
 __device__ __forceinline__ void norm_x(const struct product &p, int row, const float4 w[NORM_SHARE], uint16_t *xs,
                                        float *y, struct shared *sh, F wait) {
@@ -168,16 +168,27 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
     const float *x_at = x + at, *delta_at = delta + at, *second_at = delta_at + p.delta_stride;
     int lo = share_begin(k, blockIdx.x), share = share_begin(k, blockIdx.x + 1) - lo;
     asm volatile("" : "+l"(x_at), "+l"(delta_at), "+l"(second_at), "+r"(lo), "+r"(share), "+r"(k), "+r"(parts));
+    float4 v[NORM_KEEP];
+    auto load_x = [&](bool now) {
+#pragma unroll
+        for (int j = 0; j < NORM_KEEP; j++) {
+            if (now && j * NORM_THREADS + at < k) {
+                v[j] = load_fresh4(x_at + j * NORM_THREADS);
+            }
+        }
+    };
+#pragma unroll
+    for (int j = 0; j < NORM_KEEP; j++) {
+        v[j] = none;
+    }
+    load_x(warp < WARPS && p.ahead);
     wait();
     if (row > 0) {
         sync_warps(); /* the plain rows have read the last row's y */
     }
     if (warp < WARPS) {
-        float4 v[NORM_KEEP], d[2][NORM_KEEP]; /* all loads before the first use */
-#pragma unroll
-        for (int j = 0; j < NORM_KEEP; j++) {
-            v[j] = j * NORM_THREADS + at < k ? load_fresh4(x_at + j * NORM_THREADS) : none;
-        }
+        float4 d[2][NORM_KEEP]; /* all loads before the first use */
+        load_x(!p.ahead);
         if (parts > 0) {
 #pragma unroll
             for (int j = 0; j < NORM_KEEP; j++) {
@@ -228,7 +239,6 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         }
     }
     sync_warps();
-    float4 v[NORM_SHARE];
 #pragma unroll
     for (int j = 0; j < NORM_SHARE; j++) {
         v[j] = 4 * j * N_THREAD + at < k ? *(const float4 *)(y + 4 * j * N_THREAD + at) : none;
@@ -486,13 +496,13 @@ __device__ __forceinline__ void norm_rows(const struct run &r, const struct prod
 /* The block's part of the rows at p.x, ROWS of them at a time, once `wait` has returned. */
 template <int COLS, int ROWS, typename F>
 __device__ __forceinline__ void slices_x(const struct run &r, const struct product &p, uint16_t *xs, struct shared *sh,
-                                         F wait) {
+                                         bool early, F wait) {
     constexpr int KEEP = x_keep(ROWS) / 4;
     int slices = p.n_slice >> p.log_parts, per = warps_of_slice(slices), each = 32 * per;
     int k = slices * p.ks, stride = x_stride<COLS>(k, p.format), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int slice = warp / per, t = threadIdx.x - slice * each, at = slice * p.ks;
     int n = slice < slices ? p.ks : 0; /* of this thread's slice */
-    const float *x = p.x + (blockIdx.x & (p.parts - 1)) * k + at + 4 * t;
+    const float *x = p.x + (p.deal.first & (p.parts - 1)) * k + at + 4 * t;
     asm volatile("" : "+l"(x), "+r"(each), "+r"(n), "+r"(t));
     wait();
     float4 v[ROWS][KEEP];
@@ -538,6 +548,9 @@ __device__ __forceinline__ void slices_x(const struct run &r, const struct produ
         if (lane == 0) {
             sh->most[row][warp] = most[row];
         }
+    }
+    if (early) { /* this block's sums of the op before have used its scales */
+        wait_count(&sh->finished, 0, p.task0 - 1);
     }
     sync_warps();
     auto of_slice = [&](int row) {
