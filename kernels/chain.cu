@@ -341,7 +341,7 @@ __device__ __forceinline__ void add_slices(float sum[R], const float *u, int ste
     }
 }
 
-/* A warp: this block's share of x + delta, once all blocks have read x. */
+/* A warp: this block's share of x + delta, and marks where delta was, once all blocks have read both. */
 __device__ __forceinline__ void put_residual(const struct run &r, const struct shared *sh, const struct product &p) {
     int lane = threadIdx.x & 31, lo = share_begin(p.k, blockIdx.x), n = share_begin(p.k, blockIdx.x + 1) - lo;
     if (lane == 0) {
@@ -353,6 +353,9 @@ __device__ __forceinline__ void put_residual(const struct run &r, const struct s
 #pragma unroll 1
         for (int e = lane; e < n; e += 32) {
             p.residual[row * p.ldx + lo + e] = sh->pend[row][e];
+            for (int part = 0; part < p.delta_parts && p.delta_marked; part++) {
+                ((float *)p.delta)[part * p.delta_stride + row * p.k + lo + e] = __uint_as_float(MARK);
+            }
         }
     }
     __syncwarp();
@@ -445,7 +448,7 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
                     v = silu(v);
                 }
                 if (half == 0 && p.exchange < 0) {
-                    y[row * ldy] = gated && !single ? v * other : v;
+                    store_fresh(&y[row * ldy], gated && !single ? v * other : v);
                 } else if (half == 0) {
                     share_sum(r.lanes, sh, p.exchange,
                               (r.lanes.lane * p.parts + (task & (p.parts - 1))) * p.part_stride + row * ldy + wr, v);
@@ -692,7 +695,7 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
             }
         }
     }
-    if (warp == 0 && task + (int)gridDim.x >= r.n_seg * a.n_value_head) {
+    if (warp == 0 && sh->at_task[0] + (int)gridDim.x >= r.n_seg * a.n_value_head) {
         __syncwarp();
         arrive(r, sh, sh->op[sh->at_op[0]]);
     }
@@ -766,10 +769,18 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
             arrived = p.tasks > 0;
         } else if (kind == RECURRENCE) {
             const struct recurrence &g = sh->op[i].gdn;
-            for (int task = blockIdx.x; task < r.n_seg * g.a.n_value_head; task += gridDim.x) {
-                recur<MANY>(r, sh, g, task, (float *)xs, edge);
+            volatile int *at_task = &sh->at_task[threadIdx.x >> 5]; /* as at_op */
+            *at_task = blockIdx.x;
+            __syncwarp();
+#pragma unroll 1
+            while (*at_task < r.n_seg * g.a.n_value_head) {
+                recur<MANY>(r, sh, g, *at_task, (float *)xs, edge);
                 edge = false;
                 arrived = true;
+                int next = *at_task + (int)gridDim.x;
+                __syncwarp();
+                *at_task = next;
+                __syncwarp();
             }
             if (edge) {
                 wait_edge(r, sh, sh->op[*at_op].edges);

@@ -3,6 +3,7 @@
  */
 #include "kernels/cuda/chain.cuh"
 
+static_assert(MARKED_FLOATS == 2 * WITH_DELTA * NORM_KEEP * NORM_THREADS, "two parts of rows that a norm adds");
 enum { PARTS_READ = 2 }; /* of a sum, by all blocks before a norm; more cost more than an op that adds them */
 
 /* The run as it grows. */
@@ -14,6 +15,7 @@ struct builder {
     const float *parts_of; /* the sum that waits in parts, or NULL */
     const float *parts;    /* where they are; of an exchange: where they would be were it the first ever */
     int n_parts, parts_stride, exchange; /* exchange: which one they are of, or -1 */
+    int n_marked;                        /* sums so far that lie in marked memory */
     int x_bytes;                         /* of the product that needs most */
     int stages;                          /* of the block that has most */
 };
@@ -167,6 +169,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     }
     const ql_linear_args *a = op[used].u.linear.a;
     int group = op[used++].u.linear.n, cols = a->precision == QL_PREC_EXACT ? 2 : 1;
+    bool mark = false;                   /* parts of the op before, which this one reads */
     const ql_rmsnorm_args *added = NULL; /* whose delta an op before this one has added */
     struct product p = {};
     int extra = 128;
@@ -225,6 +228,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             p.delta_stride = a->n_row * norm->n;
             p.delta_exchange = split ? b->exchange : -1;
             p.residual = norm->x;
+            mark = split && b->exchange < 0;
         }
         p.ahead =
             !added && r->n_op > 0 && !(r->op[r->n_op - 1].kind == COMBINE && r->op[r->n_op - 1].combine.to == p.x);
@@ -322,6 +326,11 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         deal_singles(b, &p);
         early = begin_with_half(b, &p);
     }
+    if (mark) {
+        struct product *from = &r->op[r->n_op - 1].product;
+        p.delta = from->target[0].y = cuda(b->dev)->marked + b->n_marked++ % 2 * MARKED_FLOATS;
+        p.delta_marked = from->marked = true;
+    }
     if (p.residual) { /* x, which is written when all have read it */
         tell_early(r, &p, p.deal.n < b->blocks ? p.deal.n : b->blocks);
     }
@@ -403,7 +412,7 @@ static struct builder begin(ql_dev *dev, struct run *r) {
     r->lanes.gave_up = x->gave_up;
     r->lanes.wait_ns = x->wait_ns;
     int n_sm = x->n_lane > 1 ? x->n_sm : cuda(dev)->n_sm;
-    return builder{dev, r, 0, n_sm / 4 * 4, (float *)dev->scratch, NULL, NULL, 0, 0, -1, 0, 0};
+    return builder{dev, r, 0, n_sm / 4 * 4, (float *)dev->scratch, NULL, NULL, 0, 0, -1, 0, 0, 0};
 }
 
 ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t rounds, uint32_t first) {

@@ -32,6 +32,10 @@ enum {
     SHARED_MAX = 227 * 1024
 };
 
+/* What a number of a marked sum is before it is there. A sum never has these bits: NaNs of arithmetic are 0x7fffffff. Two such sums in a
+ * row lie apart, so a mark is set back behind the edge after its sum was read and before the edge in front of who writes there next. */
+enum : uint32_t { MARK = 0xffffffff };
+
 /* ---- the run, by value to the kernel ----------------------------------------------------------------------------- */
 
 enum chain_op_kind { PRODUCT, RECURRENCE, COMBINE, PROOF };
@@ -89,6 +93,8 @@ struct product {
     int exchange,
         delta_exchange; /* which exchange of the run this product's sums are for; which delta is from; -1: none */
     float *residual;    /* where x + delta goes; NULL without delta */
+    bool marked;        /* y's two parts lie where marks were: who reads them waits for each number */
+    bool delta_marked;  /* likewise delta's, of which a block sets its share back */
     bool ahead;         /* x is there before the op before this one has ended */
     float eps;
     /* CONV */
@@ -185,7 +191,7 @@ struct shared {
     float plain[MAX_ROWS][4]; /* of each warp */
     float gate[2];            /* of the recurrence: what is kept of the state, beta */
     uint64_t summed[AHEAD];   /* a task's units are in their set */
-    int at_op[N_WARP];
+    int at_op[N_WARP], at_task[N_WARP];
     unsigned base, base_early, exchanged; /* of the edges, as the run began */
     int come;                             /* stages that are known to have come, from the run's first on */
     int finished;                         /* tasks whose sums are written */

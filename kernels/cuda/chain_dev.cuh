@@ -6,15 +6,18 @@
 #include "kernels/cuda/chain_exchange.cuh"
 
 #if HAVE_WGMMA
-/* What other blocks wrote during the run: from the second-level cache, and never before the edge that the code is behind. */
+/* What other blocks wrote during the run: from the second-level cache, and never before the edge that the code is behind; of what is
+ * marked, or else what was there before. */
 __device__ __forceinline__ float load_fresh(const float *p) {
     float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
     return v;
 }
 __device__ __forceinline__ float4 load_fresh4(const float *p) {
     float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(p));
     return v;
 }
 
@@ -27,7 +30,7 @@ template <int BYTES> __device__ __forceinline__ float4 load_fresh4_if(bool there
                  "mov.f32 %1, 0f00000000;\n"
                  "mov.f32 %2, 0f00000000;\n"
                  "mov.f32 %3, 0f00000000;\n"
-                 "@there ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4+%5];}"
+                 "@there ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4+%5];}"
                  : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
                  : "l"(p), "n"(BYTES), "r"((int)there));
     return v;
@@ -49,9 +52,15 @@ __device__ __forceinline__ int wait_count(const int *so_far, int seen, int n) {
     return seen;
 }
 
+/* What others may be looking at. */
+__device__ __forceinline__ void store_fresh(float *p, float v) {
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
+}
+
 /* ---- edges ------------------------------------------------------------------------------------------------------- */
 
-/* A warp that knows of it: this block's part of an op is written. */
+/* A warp that knows of it: this block's part of an op is written; or, where it is marked, on its way. A release waits for all bulk copies
+ * of its SM besides, 1,500 cycles even with one on its way, so sums between ops go without: who reads them sees which have come. */
 __device__ __forceinline__ void arrive(const struct run &r, const struct shared *sh, const struct chain_op &op) {
     int lane = threadIdx.x & 31;
     bool at_end = op.edges + 1 == r.n_edge;
@@ -59,6 +68,8 @@ __device__ __forceinline__ void arrive(const struct run &r, const struct shared 
         if (lane < r.lanes.n_lane) {
             arrive_at_lane(r, lane);
         }
+    } else if (lane == 0 && !at_end && op.kind == PRODUCT && op.product.marked) {
+        asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->count) : "memory");
     } else if (lane == 0 && !at_end) {
         asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->count) : "memory");
     } else if (lane == 0) {

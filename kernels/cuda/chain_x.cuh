@@ -69,6 +69,27 @@ __device__ __forceinline__ float4 multiply4(float4 a, float4 b) {
     return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
 }
 
+/* Some of both parts' numbers are not there yet. */
+__device__ __forceinline__ bool has_mark(const float4 (&d)[2][NORM_KEEP]) {
+    uint32_t most = 0; /* no bits are larger than a mark's */
+#pragma unroll
+    for (int i = 0; i < 2 * NORM_KEEP; i++) {
+        float4 v = d[i / NORM_KEEP][i % NORM_KEEP];
+        most = max(max(most, max(__float_as_uint(v.x), __float_as_uint(v.y))),
+                   max(__float_as_uint(v.z), __float_as_uint(v.w)));
+    }
+    return most == MARK;
+}
+
+/* A number of a part of delta, once it is there. */
+__device__ __forceinline__ float load_part(const struct product &p, const float *at) {
+    float v;
+    do {
+        v = load_fresh(at);
+    } while (p.delta_marked && __float_as_uint(v) == MARK);
+    return v;
+}
+
 /* The subtree of parts at p. */
 __device__ __forceinline__ float add_parts(const float *p, int parts, int stride) {
     float v = load_fresh(p);
@@ -190,15 +211,19 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         float4 d[2][NORM_KEEP]; /* all loads before the first use */
         load_x(!p.ahead);
         if (parts > 0) {
-#pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                d[0][j] = j * NORM_THREADS + at < k ? load_fresh4(delta_at + j * NORM_THREADS) : none;
-            }
-            if (parts > 1) {
+            do { /* seldom more than once */
 #pragma unroll
                 for (int j = 0; j < NORM_KEEP; j++) {
-                    d[1][j] = j * NORM_THREADS + at < k ? load_fresh4(second_at + j * NORM_THREADS) : none;
+                    d[0][j] = j * NORM_THREADS + at < k ? load_fresh4(delta_at + j * NORM_THREADS) : none;
                 }
+                if (parts > 1) {
+#pragma unroll
+                    for (int j = 0; j < NORM_KEEP; j++) {
+                        d[1][j] = j * NORM_THREADS + at < k ? load_fresh4(second_at + j * NORM_THREADS) : none;
+                    }
+                }
+            } while (p.delta_marked && __builtin_expect(has_mark(d), 0));
+            if (parts > 1) {
 #pragma unroll
                 for (int j = 0; j < NORM_KEEP; j++) {
                     d[0][j] = add4(d[0][j], d[1][j]);
@@ -233,8 +258,8 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         }
     } else if (parts > 0) {
         for (int i = threadIdx.x - 32 * WARPS; i < share; i += N_THREAD - 32 * WARPS) {
-            float d = load_fresh(delta + lo + i);
-            d = parts > 1 ? d + load_fresh(delta + p.delta_stride + lo + i) : d;
+            float d = load_part(p, delta + lo + i);
+            d = parts > 1 ? d + load_part(p, delta + p.delta_stride + lo + i) : d;
             sh->pend[row][i] = load_fresh(x + lo + i) + d;
         }
     }

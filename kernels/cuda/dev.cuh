@@ -12,7 +12,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-constexpr int STAGE_SLOTS = 4, MAX_PENDING = 64, EDGE_WORDS = 16;
+constexpr int STAGE_SLOTS = 4, MAX_PENDING = 64, EDGE_WORDS = 16, MARKED_FLOATS = 2 * 2 * 5120;
 constexpr size_t STAGE_BYTES = 4 << 20;
 
 /* A device-to-host copy whose last leg, pinned to caller, happens at sync. */
@@ -49,6 +49,7 @@ struct cuda_dev {
     struct load_ring *ring;    /* weight.cu; NULL but while weights load */
     struct lap_clock *clock;   /* device.cu; NULL: phases are not timed */
     unsigned *edges;           /* on the device, EDGE_WORDS: where the blocks of a chain meet */
+    float *marked;             /* on the device, two of MARKED_FLOATS: sums between ops of a chain (chain.cuh) */
     ql_cuda_exchange exchange; /* n_lane 0: chains end where lanes add */
     bool capturing, no_chain, no_exchange;
     enum q8_kernel q8_kernel; /* of NVFP4 weights in precision Q8 */

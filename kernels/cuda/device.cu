@@ -562,6 +562,7 @@ static void cuda_close(ql_dev *dev) {
     ql_cuda_ring_close(dev);
     cudaFree(d->arena);
     cudaFree(d->edges);
+    cudaFree(d->marked);
     cudaFreeHost(d->pinned);
     cudaFreeHost(d->back);
     for (int i = 0; i < STAGE_SLOTS; i++) {
@@ -776,6 +777,8 @@ static ql_status open_device(ql_dev *dev, const ql_cuda_device *info) {
     CU_TRY(dev, cudaMallocHost((void **)&d->back, STAGE_BYTES), "pinned staging memory");
     CU_TRY(dev, cudaMalloc((void **)&d->edges, EDGE_WORDS * sizeof *d->edges), "a chain's counters");
     CU_TRY(dev, cudaMemsetAsync(d->edges, 0, EDGE_WORDS * sizeof *d->edges, d->stream), "a chain's counters");
+    CU_TRY(dev, cudaMalloc((void **)&d->marked, 2 * MARKED_FLOATS * sizeof *d->marked), "a chain's sums");
+    CU_TRY(dev, cudaMemsetAsync(d->marked, 0xff, 2 * MARKED_FLOATS * sizeof *d->marked, d->stream), "a chain's sums");
     return QL_OK;
 }
 
