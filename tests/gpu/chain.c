@@ -56,6 +56,13 @@ static float *between(const char *name, size_t n, int most_ops) {
     return p;
 }
 
+/* What chains of so many ops hand from an op to the next. */
+static float *handed(const char *name, size_t n, int n_op) {
+    float *p = make(name, n, 0.0f, 0.0f);
+    arrays[n_array - 1].handed_in = n_op;
+    return p;
+}
+
 static ql_op op[LAYERS * 10];
 
 static void restart(void) {
@@ -140,7 +147,7 @@ int main(int argc, char **argv) {
               up = rig_weight(&dev, QL_FORMAT_NVFP4, MLP, HIDDEN),
               down = rig_weight(&dev, QL_FORMAT_NVFP4, HIDDEN, MLP);
     float *x = make("x", MAX_ROW * HIDDEN, 1.0f, 0.0f), *xn = between("normed", MAX_ROW * HIDDEN, 0),
-          *delta = make("delta", MAX_ROW * HIDDEN, 0.0f, 0.0f), *m = between("m", MAX_ROW * CHANNELS, 0),
+          *delta = handed("delta", MAX_ROW * HIDDEN, WITHOUT_DOWN), *m = between("m", MAX_ROW * CHANNELS, 0),
           *u = make("u", MAX_ROW * CHANNELS, 0.0f, 0.0f), *zz = between("z", MAX_ROW * VALUES * 128, WITHOUT_OUT),
           *bb = make("b", MAX_ROW * VALUES, 0.0f, 0.0f), *aa = make("a", MAX_ROW * VALUES, 0.0f, 0.0f),
           *o = between("o", MAX_ROW * VALUES * 128, WITHOUT_OUT), *g = between("gated", MAX_ROW * MLP, WITHOUT_DOWN),
@@ -148,9 +155,6 @@ int main(int argc, char **argv) {
           *w_post = make("w", HIDDEN, 0.1f, 0.0f), *w_conv = make("w", 4 * CHANNELS, 0.5f, 0.0f),
           *a_log = make("w", VALUES, 0.5f, 0.0f), *dt = make("w", VALUES, 0.5f, 0.0f),
           *w_norm = make("w", 128, 0.2f, 1.0f);
-    for (int i = 0; i < n_array; i++) {
-        arrays[i].handed_in = arrays[i].dev == delta ? WITHOUT_DOWN : 0;
-    }
     float *state[LAYERS], *tail[LAYERS];
     for (int i = 0; i < LAYERS; i++) {
         state[i] = make("state", (size_t)SLOTS * VALUES * 128 * 128, 0.1f, 0.0f);
