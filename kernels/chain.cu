@@ -10,13 +10,15 @@
  *               slices added as a tree, and what follows elementwise is applied (convolution, gated activation)
  *   recurrence  a block a head and segment: delta rule and gated norm. The other blocks take most of z's tasks meanwhile; where
  *               the output product follows, it multiplies with silu(z), which who makes z leaves
- *   edge        a counter in device memory that every block raises when its part of an op is written, and waits for before
- *               it reads what others wrote; where lanes add, one of every lane's. An early edge is one inside a product: all
- *               blocks have read x, so that x + delta may take its place, and the tasks are done that the next op begins with.
- *               The recurrence needs z, the product's last tasks, only at its end, or not at all where the product behind it
- *               multiplies with silu(z). A block may then arrive at the recurrence's edge while others have not at the
- *               product's: only the sum of both is known to be complete. `down` of two parts needs the first half of gate and up
- *               for one of them, which the last blocks have: they look whether gate and up are complete before they arrive
+ *   edge        a counter in device memory that every block raises when its part of an op is written, and waits for before it
+ *               reads what others wrote; where lanes add, one of every lane's. Parts of a sum that a norm adds are only on
+ *               their way then: each number takes the place of a mark, for which its readers look. An early edge is one inside
+ *               a product: all blocks have read x, so that x + delta may take its place, and the tasks are done that the next
+ *               op begins with. The recurrence needs z, the product's last tasks, only at its end, or not at all where the
+ *               product behind it multiplies with silu(z). A block may then arrive at the recurrence's edge while others have
+ *               not at the product's: only the sum of both is known to be complete. `down` of two parts needs the first half
+ *               of gate and up for one of them, which the last blocks have: they look whether gate and up are complete before
+ *               they arrive
  *
  * A row-parallel product of few row tiles is cut into parts of whole slices, subtrees of the tree, so that all SMs have work;
  * who reads it adds the parts. Other sums have the order of the kernels that run alone, so a step may go either way.

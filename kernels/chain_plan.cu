@@ -94,8 +94,8 @@ static const float *residual_behind(const struct run *r) {
     return i >= 0 && r->op[i].kind == PRODUCT ? r->op[i].product.residual : NULL;
 }
 
-/* Where a product reads what a recurrence before it makes of the product before that, it multiplies with silu(z): nobody waits for z,
- * the last that product makes, before. */
+/* Where a product reads what a recurrence before it makes of the product before that, it multiplies with silu(z): nobody
+ * waits for z, the last that product makes, before. */
 static void multiply_behind(struct run *r, struct product *p) {
     struct chain_op *recur = r->n_op > 1 ? &r->op[r->n_op - 1] : NULL, *in = recur ? recur - 1 : NULL;
     if (!recur || recur->kind != RECURRENCE || in->kind != PRODUCT || in->product.epilogue != CONV ||
@@ -137,9 +137,9 @@ static int tell_early(struct run *r, struct product *p, int tasks) {
     return p->early_edge;
 }
 
-/* Two parts of a row-parallel product whose x the product before makes in order: the columns of the first are there long before those of
- * the second. The last blocks have the first part. They begin behind an early edge, which is returned, and have a task more than if all
- * had as many; the others, which wait, the fewer. */
+/* Two parts of a row-parallel product whose x the product before makes in order: the columns of the first are there long
+ * before those of the second. The last blocks have the first part. They begin behind an early edge, which is returned, and
+ * have a task more than if all had as many; the others, which wait, the fewer. */
 static int begin_with_half(struct builder *b, struct product *p) {
     struct run *r = b->run;
     struct chain_op *before = r->n_op > 0 ? &r->op[r->n_op - 1] : NULL;
@@ -157,6 +157,14 @@ static int begin_with_half(struct builder *b, struct product *p) {
     b->stages += p->stages;
     p->deal.half = second;
     return tell_early(r, front, early);
+}
+
+/* All that an op makes is delta, or the parts of it. */
+static bool makes_delta(const struct chain_op *op, const float *delta, bool parts) {
+    const struct product *p = &op->product;
+    return op->kind == COMBINE   ? op->combine.to == delta && !op->combine.add
+           : op->kind == PRODUCT ? !p->norm && p->n_target == 1 && (parts || p->target[0].y == delta)
+                                 : false;
 }
 
 /* [rmsnorm] linear [conv | swiglu | exchange] */
@@ -228,10 +236,10 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             p.delta_stride = a->n_row * norm->n;
             p.delta_exchange = split ? b->exchange : -1;
             p.residual = norm->x;
-            mark = split && b->exchange < 0;
+            mark = split &&
+                   r->lanes.n_lane <= 1; /* lanes that give up run on without waiting, and would wait for numbers */
+            p.ahead = r->n_op > 0 && makes_delta(&r->op[r->n_op - 1], norm->delta, split);
         }
-        p.ahead =
-            !added && r->n_op > 0 && !(r->op[r->n_op - 1].kind == COMBINE && r->op[r->n_op - 1].combine.to == p.x);
     }
     if (b->parts_of && !(norm && norm->delta == b->parts_of && (added || b->n_parts <= PARTS_READ))) {
         return 0; /* the parts must be added first */
@@ -328,8 +336,8 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     }
     if (mark) {
         struct product *from = &r->op[r->n_op - 1].product;
-        p.delta = from->target[0].y = cuda(b->dev)->marked + b->n_marked++ % 2 * MARKED_FLOATS;
-        p.delta_marked = from->marked = true;
+        p.delta = p.marks = from->target[0].y = cuda(b->dev)->marked + b->n_marked++ % 2 * MARKED_FLOATS;
+        from->marked = true;
     }
     if (p.residual) { /* x, which is written when all have read it */
         tell_early(r, &p, p.deal.n < b->blocks ? p.deal.n : b->blocks);

@@ -32,8 +32,9 @@ enum {
     SHARED_MAX = 227 * 1024
 };
 
-/* What a number of a marked sum is before it is there. A sum never has these bits: NaNs of arithmetic are 0x7fffffff. Two such sums in a
- * row lie apart, so a mark is set back behind the edge after its sum was read and before the edge in front of who writes there next. */
+/* What a number of a marked sum is before it is there. A sum never has these bits: the NaN of arithmetic is 0x7fffffff. Who
+ * adds the sum sets the marks back behind an early edge, when all have read it; blocks of `down` may then have written parts
+ * of the next sum, which therefore lies apart. */
 enum : uint32_t { MARK = 0xffffffff };
 
 /* ---- the run, by value to the kernel ----------------------------------------------------------------------------- */
@@ -93,9 +94,10 @@ struct product {
     int exchange,
         delta_exchange; /* which exchange of the run this product's sums are for; which delta is from; -1: none */
     float *residual;    /* where x + delta goes; NULL without delta */
-    bool marked;        /* y's two parts lie where marks were: who reads them waits for each number */
-    bool delta_marked;  /* likewise delta's, of which a block sets its share back */
-    bool ahead;         /* x is there before the op before this one has ended */
+    bool
+        marked; /* y's two parts lie where marks were, and it makes nothing else: who reads them waits for each number */
+    float *marks; /* delta, whose two parts then lie so: a block sets its share of them back; NULL: they do not */
+    bool ahead;   /* x is there before the op before this one has ended */
     float eps;
     /* CONV */
     const float *conv;
@@ -125,7 +127,8 @@ struct proof {
 
 struct __align__(16) chain_op {
     enum chain_op_kind kind;
-    int edges, early; /* edges of the run before it; unless 0, early edges that it may begin behind */
+    int edges,
+        early; /* edges of the run before it; unless 0, early edges that it may begin behind, if this block's part of it may */
     union {
         struct product product;
         struct recurrence gdn;

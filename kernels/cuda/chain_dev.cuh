@@ -6,8 +6,8 @@
 #include "kernels/cuda/chain_exchange.cuh"
 
 #if HAVE_WGMMA
-/* What other blocks wrote during the run: from the second-level cache, and never before the edge that the code is behind; of what is
- * marked, or else what was there before. */
+/* What other blocks wrote during the run: from the second-level cache, and never before the edge that the code is behind. A marked
+ * number may still be its mark then. */
 __device__ __forceinline__ float load_fresh(const float *p) {
     float v;
     asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -59,8 +59,10 @@ __device__ __forceinline__ void store_fresh(float *p, float v) {
 
 /* ---- edges ------------------------------------------------------------------------------------------------------- */
 
-/* A warp that knows of it: this block's part of an op is written; or, where it is marked, on its way. A release waits for all bulk copies
- * of its SM besides, 1,500 cycles even with one on its way, so sums between ops go without: who reads them sees which have come. */
+/* A warp that knows of it: this block's part of an op is written; or, where it is marked, on its way. A release waits for
+ * all bulk copies of its SM besides, 1,500 cycles with one on its way, so marked sums go without: a number that is there
+ * says so itself. What the block has read before is in registers by then, so whoever passes the edge may write over it; and
+ * what it has released before stays so, as all arrivals are additions to one counter. */
 __device__ __forceinline__ void arrive(const struct run &r, const struct shared *sh, const struct chain_op &op) {
     int lane = threadIdx.x & 31;
     bool at_end = op.edges + 1 == r.n_edge;
@@ -96,7 +98,7 @@ __device__ __forceinline__ void await_arrivals(const unsigned *counter, unsigned
     } while ((int)(now - target) < 0);
 }
 
-/* All blocks' parts of so many ops are written. */
+/* All blocks have arrived behind so many ops. */
 __device__ __forceinline__ void wait_edge(const struct run &r, const struct shared *sh, int edges) {
     if (threadIdx.x == 0) {
         await_arrivals(&r.edges->count, sh->base + gridDim.x * edges);

@@ -76,8 +76,9 @@ __device__ __forceinline__ void put_residual(const struct run &r, const struct s
 #pragma unroll 1
         for (int e = lane; e < n; e += 32) {
             p.residual[row * p.ldx + lo + e] = sh->pend[row][e];
-            for (int part = 0; part < p.delta_parts && p.delta_marked; part++) {
-                ((float *)p.delta)[part * p.delta_stride + row * p.k + lo + e] = __uint_as_float(MARK);
+            if (p.marks) {
+                float *first = p.marks + row * p.k + lo + e;
+                first[0] = first[p.delta_stride] = __uint_as_float(MARK);
             }
         }
     }

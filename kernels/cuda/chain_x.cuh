@@ -86,7 +86,7 @@ __device__ __forceinline__ float load_part(const struct product &p, const float 
     float v;
     do {
         v = load_fresh(at);
-    } while (p.delta_marked && __float_as_uint(v) == MARK);
+    } while (p.marks && __float_as_uint(v) == MARK);
     return v;
 }
 
@@ -174,15 +174,16 @@ __device__ __forceinline__ void plain_rows(const struct product &p, const float 
     }
 }
 
-/* Residual addition and norm of a row, its columns to xs and in f32 to y; the sums are those of norm.cu. Eight warps add, since
- * that order is theirs; what is left is shared by all, a thread four columns of each 4 N_THREAD, whose weights it has in w. This
- * block's share of x + delta waits in `pend` until all blocks have read x. `wait` returns when x and delta are there: what can be known
- * before is, and x is on its way where it is there before that. */
+/* Residual addition and norm of a row, its columns to xs and in f32 to y; the sums are those of norm.cu. Eight warps add,
+ * since that order is theirs; what is left is shared by all, a thread four columns of each 4 N_THREAD, whose weights it has
+ * in w. This block's share of x + delta waits in `pend` until all blocks have read x. `wait` returns when x and delta are
+ * there, or a marked delta about to be: what can be known before is, and x is on its way where it is there before that. */
 template <int COLS, typename F>
 __device__ __forceinline__ void norm_x(const struct product &p, int row, const float4 w[NORM_SHARE], uint16_t *xs,
                                        float *y, struct shared *sh, F wait) {
     /* A lane of the eight has the work of four neighbouring threads of the norm kernel: columns 4 t .. 4 t + 3 of each 1,024. */
     constexpr int WARPS = NORM_THREADS / 128;
+    static_assert((int)NORM_SHARE <= (int)NORM_KEEP, "what a thread has afterwards fits where it had x");
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, parts = p.delta_parts, k = p.k, at = 4 * threadIdx.x;
     const float *x = p.x + row * p.ldx, *delta = p.delta + row * p.k;
     const float4 none = make_float4(0, 0, 0, 0);
@@ -222,7 +223,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
                         d[1][j] = j * NORM_THREADS + at < k ? load_fresh4(second_at + j * NORM_THREADS) : none;
                     }
                 }
-            } while (p.delta_marked && __builtin_expect(has_mark(d), 0));
+            } while (p.marks && __builtin_expect(has_mark(d), 0));
             if (parts > 1) {
 #pragma unroll
                 for (int j = 0; j < NORM_KEEP; j++) {
