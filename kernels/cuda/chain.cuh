@@ -94,10 +94,9 @@ struct product {
     int exchange,
         delta_exchange; /* which exchange of the run this product's sums are for; which delta is from; -1: none */
     float *residual;    /* where x + delta goes; NULL without delta */
-    bool
-        marked; /* y's two parts lie where marks were, and it makes nothing else: who reads them waits for each number */
-    float *marks; /* delta, whose two parts then lie so: a block sets its share of them back; NULL: they do not */
-    bool ahead;   /* x is there before the op before this one has ended */
+    bool marked;        /* y's two parts lie where marks were, and it makes nothing else */
+    float *marks;       /* delta, whose two parts then lie so: a block sets its share of them back; NULL: they do not */
+    bool ahead;         /* x is there before the op before this one has ended */
     float eps;
     /* CONV */
     const float *conv;
