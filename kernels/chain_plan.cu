@@ -161,10 +161,11 @@ static int begin_with_half(struct builder *b, struct product *p) {
 
 /* All that an op makes is delta, or the parts of it. */
 static bool makes_delta(const struct chain_op *op, const float *delta, bool parts) {
+    if (op->kind == COMBINE) {
+        return op->combine.to == delta && !op->combine.add;
+    }
     const struct product *p = &op->product;
-    return op->kind == COMBINE   ? op->combine.to == delta && !op->combine.add
-           : op->kind == PRODUCT ? !p->norm && p->n_target == 1 && (parts || p->target[0].y == delta)
-                                 : false;
+    return op->kind == PRODUCT && !p->norm && p->n_target == 1 && (parts || p->target[0].y == delta);
 }
 
 /* [rmsnorm] linear [conv | swiglu | exchange] */
@@ -236,8 +237,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             p.delta_stride = a->n_row * norm->n;
             p.delta_exchange = split ? b->exchange : -1;
             p.residual = norm->x;
-            mark = split &&
-                   r->lanes.n_lane <= 1; /* lanes that give up run on without waiting, and would wait for numbers */
+            mark = split && r->lanes.n_lane <= 1; /* a lane that has been given up must not look for numbers */
             p.ahead = r->n_op > 0 && makes_delta(&r->op[r->n_op - 1], norm->delta, split);
         }
     }

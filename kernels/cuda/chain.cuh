@@ -126,8 +126,8 @@ struct proof {
 
 struct __align__(16) chain_op {
     enum chain_op_kind kind;
-    int edges,
-        early; /* edges of the run before it; unless 0, early edges that it may begin behind, if this block's part of it may */
+    int edges; /* of the run before it */
+    int early; /* early edges that the block's part of it begins behind; 0: it begins behind all of `edges` */
     union {
         struct product product;
         struct recurrence gdn;

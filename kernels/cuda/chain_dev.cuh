@@ -85,7 +85,7 @@ __device__ __forceinline__ void arrive(const struct run &r, const struct shared 
     }
 }
 
-/* One thread: the block's early tasks of an op are written. */
+/* One thread: the block has read x of an op, and its early tasks are written. */
 __device__ __forceinline__ void arrive_early(const struct run &r) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->early) : "memory");
 }

@@ -124,8 +124,7 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
             if (last && p.residual && task >= p.early) { /* while the last task is computed */
                 put_residual(r, sh, p);
             }
-            if (last && lane == 0 &&
-                sh->op[i].early) { /* or others would take this arrival for one at the edge before */
+            if (last && lane == 0 && sh->op[i].early) { /* or this arrival would pass for one at the edge before */
                 await_arrivals(&r.edges->count, sh->base + gridDim.x * sh->op[i].edges);
             }
             __syncwarp();

@@ -382,8 +382,8 @@ static ql_status mtp(ql_model *m, const ql_step *step, const ql_batch *b, const 
 
 /* ---- a step ------------------------------------------------------------------------------------------------- */
 
-/* What the step's ops read of the host. No kernel of the step may begin before this copy: some read, before they wait for the kernel before
- * them, what only earlier steps have written. */
+/* What the step's ops read of the host. No kernel of the step may begin before this copy: some read, before they wait for
+ * the kernel in front of them, what only earlier steps have written. */
 static ql_status upload(ql_model *m, const ql_step *step) {
     size_t bytes = m->layout.penalty + (size_t)step->n_penalty * sizeof(ql_penalty);
     return m->dev->ops->h2d(m->dev, m->ws.block, step->block, bytes);
