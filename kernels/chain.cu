@@ -97,7 +97,7 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
                                   *scales_at = scales + first * TILE_SCALE_BYTES;
                     uint32_t code_bytes = (last - first) * TILE_BYTES, scale_bytes = (last - first) * TILE_SCALE_BYTES;
                     /* What is fetched for the op after an edge is in the way of what the edge waits for. */
-                    int must_come = stage - (i > *at_product ? across_edge(R) : IN_FLIGHT);
+                    int must_come = stage - (i > *at_product ? ACROSS_EDGE : IN_FLIGHT);
                     if (stage >= r.n_slot) {
                         barrier_wait(empty0 + slot * 8, parity ^ 1);
                     }
@@ -319,25 +319,31 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
 
 /* ---- the kernel -------------------------------------------------------------------------------------------------- */
 
-template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, struct shared *sh, uint8_t *room) {
+/* Whether the finishing warp or the recurrence says that this block's part of an op is written. */
+__device__ __forceinline__ bool told_by_others(const struct chain_op &op, int n_seg) {
+    return op.kind == PRODUCT      ? op.product.tasks > 0
+           : op.kind == RECURRENCE ? (int)blockIdx.x < n_seg * op.gdn.a.n_value_head
+                                   : false;
+}
+
+template <int COLS, int R> __device__ void compute_all(const struct run &r, struct shared *sh, uint8_t *room) {
     uint16_t *xs = (uint16_t *)(room + r.x_at);
     volatile int *at_op = &sh->at_op[threadIdx.x >> 5]; /* not in a register, which would be one too many */
     *at_op = 0;
     __syncwarp();
 #pragma unroll 1
     while (*at_op < r.n_op) {
-        int i = *at_op;
-        bool edge = i > 0, arrived = false; /* by the finishing warp */
-        enum chain_op_kind kind = sh->op[i].kind;
+        const int i = *at_op;
+        const enum chain_op_kind kind = sh->op[i].kind;
         auto cross = [&]() {
-            if (edge) {
+            if (*at_op > 0) { /* nothing is kept in registers across what follows */
                 wait_lanes(r, sh, *at_op);
                 wait_before(r, sh, *at_op);
             }
         };
         if (kind == PRODUCT) {
             const struct product &p = sh->op[i].product;
-            if (p.norm && COLS == 2 && MANY) {
+            if (p.norm && COLS == 2 && R > WITH_DELTA) {
                 norm_rows(r, p, xs, sh, cross);
             } else if (p.norm) {
                 float4 w[NORM_SHARE]; /* on their way during the wait */
@@ -346,7 +352,7 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
                     int at = 4 * (j * N_THREAD + threadIdx.x);
                     w[j] = at < p.k ? load_fresh4(p.norm + at) : make_float4(0, 0, 0, 0);
                 }
-                if (edge && p.ahead &&
+                if (i > 0 && p.ahead &&
                     sh->op[i - 1].early) { /* nobody of these warps has asked for what that began before */
                     wait_edge(r, sh, sh->op[i - 1].edges);
                 }
@@ -363,20 +369,13 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
                     }
                 }
             } else {
-                if (MANY) {
-                    slices_x<COLS, 4>(r, p, xs, sh, sh->op[i].early > 0, cross);
-                } else if (r.n_row == 2) {
-                    slices_x<COLS, 2>(r, p, xs, sh, sh->op[i].early > 0, cross);
-                } else {
-                    slices_x<COLS, 1>(r, p, xs, sh, sh->op[i].early > 0, cross);
-                }
+                slices_x<COLS, R>(r, p, xs, sh, sh->op[i].early > 0, cross);
             }
             switch (p.format) {
-            case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS, MANY ? 4 : 1>(r, p, room, sh); break;
-            case QL_FORMAT_FP8_BLOCK: multiply<QL_FORMAT_FP8_BLOCK, COLS, MANY ? 4 : 1>(r, p, room, sh); break;
-            default: multiply<QL_FORMAT_FP8_CHANNEL, COLS, MANY ? 4 : 1>(r, p, room, sh); break;
+            case QL_FORMAT_NVFP4: multiply<QL_FORMAT_NVFP4, COLS, R>(r, p, room, sh); break;
+            case QL_FORMAT_FP8_BLOCK: multiply<QL_FORMAT_FP8_BLOCK, COLS, R>(r, p, room, sh); break;
+            default: multiply<QL_FORMAT_FP8_CHANNEL, COLS, R>(r, p, room, sh); break;
             }
-            arrived = p.tasks > 0;
         } else if (kind == RECURRENCE) {
             const struct recurrence &g = sh->op[i].gdn;
             volatile int *at_task = &sh->at_task[threadIdx.x >> 5]; /* as at_op */
@@ -384,15 +383,13 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
             __syncwarp();
 #pragma unroll 1
             while (*at_task < r.n_seg * g.a.n_value_head) {
-                recur<MANY>(r, sh, g, *at_task, (float *)xs, edge);
-                edge = false;
-                arrived = true;
+                recur<(R > WITH_DELTA)>(r, sh, g, *at_task, (float *)xs, *at_task == (int)blockIdx.x && *at_op > 0);
                 int next = *at_task + (int)gridDim.x;
                 __syncwarp();
                 *at_task = next;
                 __syncwarp();
             }
-            if (edge) {
+            if (*at_task == (int)blockIdx.x && *at_op > 0) {
                 wait_edge(r, sh, sh->op[*at_op].edges);
             }
         } else {
@@ -407,11 +404,11 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
                 c.to[e] = c.add ? v + sum : sum;
             }
         }
-        if (!arrived) {
+        const struct chain_op &op = sh->op[*at_op];
+        if (!told_by_others(op, r.n_seg)) {
             sync_warps();
             if (threadIdx.x < 32) {
-                struct chain_op &op = sh->op[*at_op];
-                if (op.kind == PRODUCT && op.product.residual) { /* a block without tasks */
+                if (R <= WITH_DELTA && op.kind == PRODUCT && op.product.residual) { /* a block without tasks */
                     if (threadIdx.x == 0) {
                         arrive_early(r);
                     }
@@ -420,16 +417,16 @@ template <int COLS, bool MANY> __device__ void compute_all(const struct run &r, 
                 arrive(r, sh, op);
             }
         }
-        i = *at_op + 1;
+        int next = *at_op + 1;
         __syncwarp();
-        *at_op = i;
+        *at_op = next;
         __syncwarp();
     }
 }
 #endif
 
-/* MANY: more rows than WITH_DELTA. */
-template <int COLS, bool MANY>
+/* R: rows of x, or the next power of two. */
+template <int COLS, int R>
 __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_constant__ struct run args) {
 #if HAVE_WGMMA
     extern __shared__ __align__(128) uint8_t room[];
@@ -516,17 +513,11 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
     }
     __syncthreads();
     if (threadIdx.x >= N_THREAD + 32) {
-        if (MANY) {
-            finish_all<4>(args, sh, room);
-        } else if (args.n_row == 2) {
-            finish_all<2>(args, sh, room);
-        } else {
-            finish_all<1>(args, sh, room);
-        }
+        finish_all<R>(args, sh, room);
     } else if (threadIdx.x < N_THREAD) {
-        compute_all<COLS, MANY>(args, sh, room);
+        compute_all<COLS, R>(args, sh, room);
     } else if (threadIdx.x == N_THREAD) {
-        fetch<MANY ? 4 : 1>(args, sh, room);
+        fetch<R>(args, sh, room);
     }
 #else
     __trap(); /* never launched on anything but compute capability 9.0 */
@@ -545,9 +536,12 @@ ql_status ql_chain_launch_cuda(ql_dev *dev, const struct run *r, int cols, int b
     config.attrs = &together;
     config.numAttrs = 1;
     cuda(dev)->last_op = "chain";
-    bool many = r->n_row > WITH_DELTA;
-    auto kernel = cols == 2 ? (many ? chain_kernel<2, true> : chain_kernel<2, false>)
-                            : (many ? chain_kernel<1, true> : chain_kernel<1, false>);
+    auto kernel = cols == 2 ? (r->n_row > 2    ? chain_kernel<2, 4>
+                               : r->n_row == 2 ? chain_kernel<2, 2>
+                                               : chain_kernel<2, 1>)
+                            : (r->n_row > 2    ? chain_kernel<1, 4>
+                               : r->n_row == 2 ? chain_kernel<1, 2>
+                                               : chain_kernel<1, 1>);
     CU_TRY(dev, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_MAX),
            "chain");
     CU_TRY(dev, cudaLaunchKernelEx(&config, kernel, *r), "chain");

@@ -16,6 +16,7 @@ enum {
     MAX_SLOTS = 8,
     MOST_STAGES = 8192, /* of a block in a run: up to here times 2^16 / slots, rounded up, gives their turn */
     IN_FLIGHT = 3,      /* stages asked for and not there: more only makes every other load wait longer */
+    ACROSS_EDGE = 1,    /* of an op whose x is not there yet: they are in the way of what makes it */
     PLACES = 16,        /* that units are dealt to in turn (see distances in chain.cu) */
     MAX_ROWS = 4,       /* with two parts each they fill the columns of a matrix instruction */
     AHEAD = 8,          /* tasks that have been asked for and not been finished, at most */
@@ -205,14 +206,11 @@ struct shared {
 /* The ring comes behind it, then what the run says. */
 enum { RING_AT = (sizeof(struct shared) + 127) / 128 * 128 };
 
-/* Tasks that have been asked for and not been finished, where R rows are finished at a time: each has its set of sums. */
-__device__ __host__ constexpr int ahead_of(int rows) { return rows > 2 ? 5 : AHEAD; }
+/* Tasks that have been asked for and not been finished, of so many rows of x: each has its set of sums. With
+ * more than two rows fewer make room for a fifth slot of the ring. */
+__device__ __host__ constexpr int ahead_of(int rows) { return rows > 2 ? 4 : AHEAD; }
 
-/* Stages asked for and not there of an op whose x is not there yet, which are in the way of what makes it: not of more rows than
- * two, whose ring is too short to make up for it. */
-__device__ __host__ constexpr int across_edge(int rows) { return rows > 2 ? IN_FLIGHT : 1; }
-static_assert(ahead_of(1) == ahead_of(2) && ahead_of(3) == ahead_of(4),
-              "the kernel's instances are for 1 and 2 rows, and 3 and 4");
+static_assert(ahead_of(3) == ahead_of(4), "they have one instance of the kernel");
 
 /* Numbers of a row of a slice that a thread can hold of x, of so many rows. */
 __device__ __host__ constexpr int x_keep(int rows) { return rows > 2 ? 12 : 24; }

@@ -12,6 +12,11 @@ template <int COLS> __device__ __forceinline__ enum x_mode mode_of(const struct 
     return COLS == 2 ? X_F16X2 : p.mode;
 }
 
+/* The largest of a warp's numbers, none of which is below 0 or NaN: their order is that of their bits. */
+__device__ __forceinline__ float warp_most(float v) {
+    return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(v)));
+}
+
 /* The larger of `most` and four |v|, NaN left out: as larger_x unless one is infinite. */
 __device__ __forceinline__ float largest4(float most, float4 v) {
     return fmaxf(fmaxf(most, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
@@ -279,12 +284,12 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
             *(float4 *)(y + 4 * j * N_THREAD + at) = v[j];
         }
     }
-    most = warp_max(most);
+    most = warp_most(most);
     if (lane == 0) {
         sh->most[0][warp] = most;
     }
     sync_warps();
-    most = warp_max(lane < N_WARP ? sh->most[0][lane] : 0.0f);
+    most = warp_most(lane < N_WARP ? sh->most[0][lane] : 0.0f);
     bool infinite = COLS == 2 && most > 0x1.fffffep127f;
     if (__builtin_expect(infinite || (COLS == 1 && p.mode != X_E4M3_AS_F16 && most > 0x1.fffffep127f), 0)) {
         most = 0.0f;
@@ -292,13 +297,13 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         for (int j = 0; j < NORM_SHARE; j++) {
             most = larger_x4(most, v[j], mode_of<COLS>(p));
         }
-        most = warp_max(most);
+        most = warp_most(most);
         sync_warps();
         if (lane == 0) {
             sh->most[0][warp] = most;
         }
         sync_warps();
-        most = warp_max(lane < N_WARP ? sh->most[0][lane] : 0.0f);
+        most = warp_most(lane < N_WARP ? sh->most[0][lane] : 0.0f);
     }
     float up = x_factor(most, mode_of<COLS>(p), &back);
     if (threadIdx.x == 0) {
@@ -447,7 +452,7 @@ __device__ __forceinline__ void norm_rows(const struct run &r, const struct prod
                                       (v[i][j].z * scale) * (1.0f + f.z), (v[i][j].w * scale) * (1.0f + f.w));
                 most = largest4(most, v[i][j]);
             }
-            most = warp_max(most);
+            most = warp_most(most);
             if (lane == 0) {
                 sh->most[row_of(i)][column_of(i)] = most;
             }
@@ -478,7 +483,7 @@ __device__ __forceinline__ void norm_rows(const struct run &r, const struct prod
     for (int row = 0; row < r.n_row; row++) {
         all = fmaxf(all, lane < COLUMNS ? sh->most[row][lane] : 0.0f);
     }
-    bool infinite = warp_max(all) > 0x1.fffffep127f;
+    bool infinite = warp_most(all) > 0x1.fffffep127f;
     if (__builtin_expect(infinite, 0)) {
         sync_warps();
 #pragma unroll
@@ -489,7 +494,7 @@ __device__ __forceinline__ void norm_rows(const struct run &r, const struct prod
                 for (int j = 0; j < NORM_KEEP; j++) {
                     most = larger_x4(most, v[i][j], X_F16X2);
                 }
-                most = warp_max(most);
+                most = warp_most(most);
                 if (lane == 0) {
                     sh->most[row_of(i)][column_of(i)] = most;
                 }
@@ -500,7 +505,7 @@ __device__ __forceinline__ void norm_rows(const struct run &r, const struct prod
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         if (i < n) {
-            float most = warp_max(lane < COLUMNS ? sh->most[row_of(i)][lane] : 0.0f), back;
+            float most = warp_most(lane < COLUMNS ? sh->most[row_of(i)][lane] : 0.0f), back;
             float up = x_factor(most, X_F16X2, &back);
             if (column_of(i) == 0 && lane == 0) {
                 sh->xscale[row_of(i)] = back * WEIGHT_UNIT;
@@ -570,7 +575,7 @@ __device__ __forceinline__ void slices_x(const struct run &r, const struct produ
         for (int j = 0; j < KEEP; j++) {
             most[row] = largest4(most[row], v[row][j]);
         }
-        most[row] = warp_max(most[row]);
+        most[row] = warp_most(most[row]);
         if (lane == 0) {
             sh->most[row][warp] = most[row];
         }
@@ -580,14 +585,14 @@ __device__ __forceinline__ void slices_x(const struct run &r, const struct produ
     }
     sync_warps();
     auto of_slice = [&](int row) {
-        return warp_max(lane < per && slice < slices ? sh->most[row][slice * per + lane] : 0.0f);
+        return warp_most(lane < per && slice < slices ? sh->most[row][slice * per + lane] : 0.0f);
     };
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
         most[row] = of_slice(row);
         all = fmaxf(all, lane < N_WARP ? sh->most[row][lane] : 0.0f);
     }
-    bool infinite = warp_max(all) > 0x1.fffffep127f;
+    bool infinite = warp_most(all) > 0x1.fffffep127f;
     if (__builtin_expect(infinite, 0)) {
         sync_warps();
 #pragma unroll
@@ -597,7 +602,7 @@ __device__ __forceinline__ void slices_x(const struct run &r, const struct produ
             for (int j = 0; j < KEEP; j++) {
                 most[row] = larger_x4(most[row], v[row][j], mode_of<COLS>(p));
             }
-            most[row] = warp_max(most[row]);
+            most[row] = warp_most(most[row]);
             if (lane == 0) {
                 sh->most[row][warp] = most[row];
             }
