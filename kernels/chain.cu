@@ -383,7 +383,7 @@ template <int COLS, int R> __device__ void compute_all(const struct run &r, stru
             __syncwarp();
 #pragma unroll 1
             while (*at_task < r.n_seg * g.a.n_value_head) {
-                recur<(R > WITH_DELTA)>(r, sh, g, *at_task, (float *)xs, *at_task == (int)blockIdx.x && *at_op > 0);
+                recur<R>(r, sh, g, *at_task, (struct recurrence_room *)xs, *at_task == (int)blockIdx.x && *at_op > 0);
                 int next = *at_task + (int)gridDim.x;
                 __syncwarp();
                 *at_task = next;

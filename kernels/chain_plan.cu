@@ -400,7 +400,7 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
         deal_beside(b, &last->product, r->n_seg * a->n_value_head);
     }
     bool again = r->n_row > WITH_DELTA && r->n_seg * a->n_value_head > b->blocks;
-    int room = (4 + 8 + (again ? D : 0)) * D * (int)sizeof(float);
+    int room = (int)(again ? sizeof(struct recurrence_room) : offsetof(struct recurrence_room, next));
     b->x_bytes = room > b->x_bytes ? room : b->x_bytes;
     return 2;
 }

@@ -192,7 +192,7 @@ struct shared {
     float xscale[MAX_ROWS * MAX_SLICES];
     float pend[WITH_DELTA][PEND];
     float plain[MAX_ROWS][4]; /* of each warp */
-    float gate[2];            /* of the recurrence: what is kept of the state, beta */
+    float gate[2][2];         /* of the recurrence, rows in turn: what is kept of the state, beta */
     uint64_t summed[AHEAD];   /* a task's units are in their set */
     int at_op[N_WARP], at_task[N_WARP];
     unsigned base, base_early, exchanged; /* of the edges, as the run began */
@@ -201,6 +201,13 @@ struct shared {
     int at_product;                       /* the last op whose products have begun */
     int seg_row[MAX_ROWS + 1], seg_pos[MAX_ROWS], seg_slot[MAX_ROWS];
     struct chain_op op[MAX_OPS]; /* of the run */
+};
+
+/* Shared memory of a recurrence; what the rows take turns in is there twice. */
+struct recurrence_room {
+    float q[2][D], k[2][D], norm[D], z[2][D];
+    float sum[8][D], out[2][8][D]; /* of each warp with a part of the state */
+    float next[D * D];             /* the state of the block's next task, as it is copied */
 };
 
 /* The ring comes behind it, then what the run says. */

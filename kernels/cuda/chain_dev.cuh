@@ -36,6 +36,14 @@ template <int BYTES> __device__ __forceinline__ float4 load_fresh4_if(bool there
     return v;
 }
 
+__device__ __forceinline__ float4 add4(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+__device__ __forceinline__ float4 multiply4(float4 a, float4 b) {
+    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+
 __device__ __forceinline__ void copy_16(uint32_t to, const float *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -43,6 +51,7 @@ __device__ __forceinline__ void copy_16(uint32_t to, const float *from) {
 /* Of the computing warps. */
 __device__ __forceinline__ void sync_warps(void) { asm volatile("bar.sync 1, %0;" ::"n"((int)N_THREAD) : "memory"); }
 __device__ __forceinline__ void sync_four(void) { asm volatile("bar.sync 2, 128;" ::: "memory"); }
+__device__ __forceinline__ void sync_eight(void) { asm volatile("bar.sync 2, 256;" ::: "memory"); }
 
 /* Until more than n of what `so_far` counts are there, of which the caller knows `seen`; returns how many are. */
 __device__ __forceinline__ int wait_count(const int *so_far, int seen, int n) {

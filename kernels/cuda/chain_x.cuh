@@ -66,14 +66,6 @@ template <int COLS> __device__ __noinline__ void zero_beside_infinity(uint16_t *
     sync_warps();
 }
 
-__device__ __forceinline__ float4 add4(float4 a, float4 b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-
-__device__ __forceinline__ float4 multiply4(float4 a, float4 b) {
-    return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
-}
-
 /* Some of both parts' numbers are not there yet. */
 __device__ __forceinline__ bool has_mark(const float4 (&d)[2][NORM_KEEP]) {
     uint32_t most = 0; /* no bits are larger than a mark's */
