@@ -5,13 +5,14 @@
  * ops compute, so memory need not wait for an edge. One warp only finishes what the others have multiplied.
  *
  *   product     all blocks: x is prepared by every block for itself (residual addition, norm, largest element, f16 parts) into
- *               shared memory; then units of 16 weight rows in the order of cuda/unit.cuh, dealt to the warps in turn. A task is
- *               the units of a tile of weight rows; the finishing warp takes one after another: units are added up, scaled,
- *               slices added as a tree, and what follows elementwise is applied (convolution, gated activation)
- *   recurrence  a block a head and segment: delta rule and gated norm. The other blocks take most of z's tasks meanwhile; where
- *               the output product follows, it multiplies with silu(z), which who makes z leaves
+ *               shared memory; where more than two rows are normed, a block each does so for all, which copy them behind an edge.
+ *               Then units of 16 weight rows in the order of cuda/unit.cuh, dealt to the warps in turn. A task is the units of a
+ *               tile of weight rows; the finishing warp takes one after another: units are added up, scaled, slices added as a
+ *               tree, and what follows elementwise is applied (convolution, gated activation)
+ *   recurrence  a block a head and segment: delta rule and gated norm. The blocks with fewer heads take most of z's tasks
+ *               meanwhile; where the output product follows, it multiplies with silu(z), which who makes z leaves
  *   edge        a counter in device memory that every block raises when its part of an op is written, and waits for before it
- *               reads what others wrote; where lanes add, one of every lane's. Parts of a sum that a norm adds are only on
+ *               reads what others wrote; where lanes add, one of every lane's. Parts of a sum that all blocks add are only on
  *               their way then: each number takes the place of a mark, for which its readers look. An early edge is one inside
  *               a product: all blocks have read x, so that x + delta may take its place, and the tasks are done that the next
  *               op begins with. The recurrence needs z, the product's last tasks, only at its end, or not at all where the
@@ -343,9 +344,18 @@ template <int COLS, int R> __device__ void compute_all(const struct run &r, stru
         };
         if (kind == PRODUCT) {
             const struct product &p = sh->op[i].product;
-            if (p.norm && COLS == 2 && R > WITH_DELTA) {
-                norm_rows(r, p, xs, sh, cross);
-            } else if (p.norm) {
+            if (R > NORMED_BY_ALL && p.norm) {
+                int row = (int)(gridDim.x - 1 - blockIdx.x);
+                if (row < r.n_row) {
+                    norm_row<COLS>(r, p, row, (float *)xs, sh, [&]() {
+                        if (*at_op > 0) {
+                            wait_lanes(r, sh, *at_op);
+                            wait_edge(r, sh, sh->op[*at_op].edges - 1);
+                        }
+                    });
+                }
+                copy_x<COLS>(r, p, sh->op[*at_op].edges, xs, sh);
+            } else if (R <= NORMED_BY_ALL && p.norm) {
                 float4 w[NORM_SHARE]; /* on their way during the wait */
 #pragma unroll
                 for (int j = 0; j < NORM_SHARE; j++) {
@@ -400,15 +410,14 @@ template <int COLS, int R> __device__ void compute_all(const struct run &r, stru
             }
             const struct combine c = kind == COMBINE ? sh->op[*at_op].combine : combine{};
             for (int e = blockIdx.x * N_THREAD + threadIdx.x; e < c.n; e += gridDim.x * N_THREAD) {
-                float v = c.add ? load_fresh(c.to + e) : 0.0f, sum = add_parts(c.from + e, c.parts, c.stride);
-                c.to[e] = c.add ? v + sum : sum;
+                c.to[e] = add_parts(c.from + e, c.parts, c.stride);
             }
         }
         const struct chain_op &op = sh->op[*at_op];
         if (!told_by_others(op, r.n_seg)) {
             sync_warps();
             if (threadIdx.x < 32) {
-                if (R <= WITH_DELTA && op.kind == PRODUCT && op.product.residual) { /* a block without tasks */
+                if (R <= NORMED_BY_ALL && op.kind == PRODUCT && op.product.residual) { /* a block without tasks */
                     if (threadIdx.x == 0) {
                         arrive_early(r);
                     }

@@ -6,8 +6,8 @@
  * itself and offers the rest again.
  *
  * The result is bit for bit that of the ops one by one, with one difference: what an op of the run hands to a later op of the
- * same run need not reach memory (the normed row, gate and up, raw convolution inputs, the recurrence's output before its
- * norm, queries, parts of a sum and what a norm adds). Residual stream, states, caches and the outputs that nothing in the run
+ * same run need not reach memory (the normed row, gate and up, raw convolution inputs, a and b of a recurrence, its output before
+ * its norm, queries, parts of a sum and what a norm adds). Residual stream, states, caches and the outputs that nothing in the run
  * consumes are always written.
  */
 #ifndef QL_KERNELS_CHAIN_H

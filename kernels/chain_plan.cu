@@ -3,8 +3,10 @@
  */
 #include "kernels/cuda/chain.cuh"
 
-static_assert(MARKED_FLOATS == 2 * WITH_DELTA * NORM_KEEP * NORM_THREADS, "two parts of rows that a norm adds");
-enum { PARTS_READ = 2 }; /* of a sum, by all blocks before a norm; more cost more than an op that adds them */
+static_assert(MARKED_FLOATS == 2 * NORMED_BY_ALL * NORM_KEEP * NORM_THREADS, "two parts of rows that a norm adds");
+
+/* Parts of a sum that a norm reads at most, by all blocks or by one for a row; more cost more than an op that adds them. */
+static int most_parts_read(int n_row) { return n_row > NORMED_BY_ALL ? MOST_ADDED : 2; }
 
 /* The run as it grows. */
 struct builder {
@@ -73,23 +75,14 @@ static struct chain_op *add_op(struct builder *b, enum chain_op_kind kind) {
 static void add_combine(struct builder *b) {
     if (b->parts_of) {
         int n = b->parts_stride;
-        add_op(b, COMBINE)->combine = combine{b->parts, (float *)b->parts_of, b->n_parts, n, n, b->exchange, false};
+        add_op(b, COMBINE)->combine = combine{b->parts, (float *)b->parts_of, b->n_parts, n, n, b->exchange};
         b->parts_of = NULL;
     }
 }
 
-/* The delta of a norm, in parts or not, added to the residual. */
-static void add_to_residual(struct builder *b, const ql_rmsnorm_args *norm) {
-    bool split = norm->delta == b->parts_of;
-    int n = norm->n_row * norm->n;
-    add_op(b, COMBINE)->combine =
-        combine{split ? b->parts : norm->delta, norm->x, split ? b->n_parts : 1, n, n, split ? b->exchange : -1, true};
-    b->parts_of = NULL;
-}
-
 /* The residual that is written by the time the last product ends, a recurrence behind it or not; NULL: none. */
 static const float *residual_behind(const struct run *r) {
-    int i = r->n_op - 1;
+    int i = r->n_row > NORMED_BY_ALL ? -1 : r->n_op - 1; /* of more rows it is written before that product */
     i -= i > 0 && r->op[i].kind == RECURRENCE;
     return i >= 0 && r->op[i].kind == PRODUCT ? r->op[i].product.residual : NULL;
 }
@@ -143,7 +136,7 @@ static int tell_early(struct run *r, struct product *p, int tasks) {
 static int begin_with_half(struct builder *b, struct product *p) {
     struct run *r = b->run;
     struct chain_op *before = r->n_op > 0 ? &r->op[r->n_op - 1] : NULL;
-    if (!before || before->kind != PRODUCT || before->product.epilogue != GATED || r->n_row > WITH_DELTA ||
+    if (!before || before->kind != PRODUCT || before->product.epilogue != GATED || r->n_row > NORMED_BY_ALL ||
         p->parts != 2 || p->exchange >= 0) {
         return 0;
     }
@@ -162,10 +155,32 @@ static int begin_with_half(struct builder *b, struct product *p) {
 /* All that an op makes is delta, or the parts of it. */
 static bool makes_delta(const struct chain_op *op, const float *delta, bool parts) {
     if (op->kind == COMBINE) {
-        return op->combine.to == delta && !op->combine.add;
+        return op->combine.to == delta;
     }
     const struct product *p = &op->product;
     return op->kind == PRODUCT && !p->norm && p->n_target == 1 && (parts || p->target[0].y == delta);
+}
+
+/* Ops that are a recurrence of so many rows. */
+static bool is_recurrence(int n_row, const ql_op *op, int n) {
+    if (n < 2 || op[0].kind != QL_OP_GDN || op[1].kind != QL_OP_GATED_NORM) {
+        return false;
+    }
+    const ql_gdn_args *a = &op[0].u.gdn;
+    const ql_gated_norm_args *g = &op[1].u.gated_norm;
+    return a->batch->phase == QL_PHASE_GEN && a->batch->n_row == n_row && g->o == a->o && g->n_row == n_row &&
+           g->n_head == a->n_value_head;
+}
+
+/* Products of many normed rows with plain weights are left in parts, which the recurrence behind adds: they have to be its a and b.
+ * `op` is what follows. */
+static bool can_be_in_parts(const struct builder *b, const struct product *p, int n_row, const ql_op *op, int n) {
+    const struct plain_target *t = p->plain;
+    bool size = ceil_div(p->k, 256) > (PLAIN_CHUNKS - 1) * PLAIN_PARTS && p->k <= 256 * PLAIN_CHUNKS * PLAIN_PARTS &&
+                t[0].n + t[1].n <= PLAIN_ROWS && t[0].n + t[1].n <= b->blocks;
+    return p->n_plain == 2 && size && b->run->n_op + 2 < MAX_OPS && is_recurrence(n_row, op, n) &&
+           ((op->u.gdn.a == t[0].y && op->u.gdn.b == t[1].y) || (op->u.gdn.a == t[1].y && op->u.gdn.b == t[0].y)) &&
+           t[0].n == op->u.gdn.n_value_head && t[1].n == t[0].n;
 }
 
 /* [rmsnorm] linear [conv | swiglu | exchange] */
@@ -178,8 +193,8 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     }
     const ql_linear_args *a = op[used].u.linear.a;
     int group = op[used++].u.linear.n, cols = a->precision == QL_PREC_EXACT ? 2 : 1;
-    bool mark = false;                   /* parts of the op before, which this one reads */
-    const ql_rmsnorm_args *added = NULL; /* whose delta an op before this one has added */
+    bool mark = false; /* parts of the op before, which this one reads */
+    bool by_row = norm && a->n_row > NORMED_BY_ALL;
     struct product p = {};
     int extra = 128;
     p.k = a->w->k;
@@ -225,23 +240,19 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         p.ldx = norm->n;
         p.norm = norm->w;
         p.eps = norm->eps;
-        if (norm->delta && a->n_row > WITH_DELTA) {
-            if (r->n_op + 3 > MAX_OPS) { /* that, this, and what adds up this one's parts */
-                return 0;
-            }
-            added = norm;
-        } else if (norm->delta) {
+        if (norm->delta) {
             bool split = norm->delta == b->parts_of;
             p.delta = split ? b->parts : norm->delta;
             p.delta_parts = split ? b->n_parts : 1;
             p.delta_stride = a->n_row * norm->n;
             p.delta_exchange = split ? b->exchange : -1;
             p.residual = norm->x;
-            mark = split && r->lanes.n_lane <= 1; /* a lane that has been given up must not look for numbers */
+            mark =
+                split && !by_row && r->lanes.n_lane <= 1; /* a lane that has been given up must not look for numbers */
             p.ahead = r->n_op > 0 && makes_delta(&r->op[r->n_op - 1], norm->delta, split);
         }
     }
-    if (b->parts_of && !(norm && norm->delta == b->parts_of && (added || b->n_parts <= PARTS_READ))) {
+    if (b->parts_of && !(norm && norm->delta == b->parts_of && b->n_parts <= most_parts_read(a->n_row))) {
         return 0; /* the parts must be added first */
     }
     if (norm && norm->x == residual_behind(r)) {
@@ -273,12 +284,16 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
             return 0;
         }
         lanes = used < n ? lanes_that_add(b, a, &op[used]) : 0;
-        p.parts = lanes ? choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row, cols, a->n_row > WITH_DELTA ? 2 : 1) : 0;
+        p.parts =
+            lanes ? choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row, cols, a->n_row > NORMED_BY_ALL ? 2 : 1) : 0;
         lanes = p.parts ? lanes : 0;
         p.parts = p.parts ? p.parts : choose_parts(b, row_tiles, p.n_slice, p.k, a->n_row, cols, 4);
         if (p.parts == 0) {
             return 0;
         }
+    }
+    if (by_row && p.n_plain > 0 && !can_be_in_parts(b, &p, a->n_row, op + used, n - used)) {
+        return 0;
     }
     if (!norm && p.epilogue != STORE &&
         (p.n_slice != 1 || p.k > x_keep(a->n_row) * 32 * warps_of_slice(1) || a->n_row * cols * 2 * p.k > X_MOST)) {
@@ -298,9 +313,6 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         return 0;
     }
     p.part_stride = p.parts > 1 || lanes ? a->n_row * a->w->n : 0;
-    if (added) {
-        add_to_residual(b, added);
-    }
     b->parts_of = NULL;
     b->parts_stride = p.part_stride;
     if (lanes) {
@@ -319,7 +331,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         b->exchange = -1;
     }
     int k = p.k / p.parts, x_bytes = a->n_row * (cols == 2 ? x_stride<2>(k, p.format) : x_stride<1>(k, p.format)) * 2 +
-                                     (norm && (cols == 1 || a->n_row <= WITH_DELTA) ? k * 4 : 0);
+                                     (norm && !by_row ? k * 4 : 0);
     r->set_rows = a->n_row > 2 ? 4 : a->n_row;
     int all = (p.epilogue == GATED ? 2 : 1) * p.units, set = all * r->set_rows * 16;
     p.by_task = (int)ceil_div(1 << 16, all);
@@ -339,8 +351,11 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
         p.delta = p.marks = from->target[0].y = cuda(b->dev)->marked + b->n_marked++ % 2 * MARKED_FLOATS;
         from->marked = true;
     }
-    if (p.residual) { /* x, which is written when all have read it */
+    if (p.residual && !by_row) { /* x, which is written when all have read it */
         tell_early(r, &p, p.deal.n < b->blocks ? p.deal.n : b->blocks);
+    }
+    if (by_row) { /* behind the norm is an edge as well */
+        r->n_edge++;
     }
     struct chain_op *next = add_op(b, PRODUCT);
     next->product = p;
@@ -381,25 +396,32 @@ static void deal_beside(struct builder *b, struct product *p, int heads) {
 /* gdn gated_norm */
 static int take_recurrence(struct builder *b, const ql_op *op, int n) {
     struct run *r = b->run;
-    if (n < 2 || op[0].kind != QL_OP_GDN || op[1].kind != QL_OP_GATED_NORM || b->parts_of || r->n_row == 0) {
+    if (b->parts_of || r->n_row == 0 || !is_recurrence(r->n_row, op, n)) {
         return 0;
     }
     const ql_gdn_args *a = &op[0].u.gdn;
     const ql_gated_norm_args *g = &op[1].u.gated_norm;
-    if (a->batch->phase != QL_PHASE_GEN || a->batch->n_row != r->n_row || g->o != a->o || g->n_row != r->n_row ||
-        g->n_head != a->n_value_head) {
-        return 0;
-    }
     use_batch(r, a->batch);
     struct chain_op *last = &r->op[r->n_op - 1];
     bool early = begins_early(b, last, a->u, g->z);
     struct chain_op *recur = add_op(b, RECURRENCE);
-    recur->gdn = recurrence{*a, g->z, g->w, g->y, g->eps};
+    const struct plain_target *plain = last->product.plain;
+    bool in_parts =
+        r->n_row > NORMED_BY_ALL && last->kind == PRODUCT && last->product.norm && last->product.n_plain > 0;
+    int second = in_parts ? plain[0].n : 0;
+    recur->gdn = recurrence{*a,
+                            g->z,
+                            g->w,
+                            in_parts,
+                            (int16_t)(a->a == plain[0].y ? 0 : second),
+                            (int16_t)(a->b == plain[0].y ? 0 : second),
+                            g->y,
+                            g->eps};
     if (early) {
         recur->early = tell_early(r, &last->product, last->product.target[0].row_tiles);
         deal_beside(b, &last->product, r->n_seg * a->n_value_head);
     }
-    bool again = r->n_row > WITH_DELTA && r->n_seg * a->n_value_head > b->blocks;
+    bool again = r->n_row > NORMED_BY_ALL && r->n_seg * a->n_value_head > b->blocks;
     int room = (int)(again ? sizeof(struct recurrence_room) : offsetof(struct recurrence_room, next));
     b->x_bytes = room > b->x_bytes ? room : b->x_bytes;
     return 2;
@@ -410,6 +432,7 @@ static struct builder begin(ql_dev *dev, struct run *r) {
     const ql_cuda_exchange *x = &cuda(dev)->exchange;
     r->n_op = r->n_edge = r->n_early = r->n_row = r->n_seg = r->set_floats = r->extra_bytes = 0;
     r->edges = (struct edges *)cuda(dev)->edges;
+    r->normed = (struct normed *)cuda(dev)->normed;
     r->lanes = {};
     r->lanes.lane = x->lane;
     r->lanes.n_lane = x->n_lane;
@@ -462,7 +485,7 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
             break;
         }
         *taken += used;
-        if (b.n_parts > PARTS_READ && r.n_row <= WITH_DELTA) {
+        if (b.n_parts > most_parts_read(r.n_row)) {
             add_combine(&b);
         }
     }

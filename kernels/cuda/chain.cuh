@@ -28,7 +28,11 @@ enum {
     NORM_SHARE = (NORM_KEEP * NORM_THREADS / 4 + N_THREAD - 1) / N_THREAD,
     X_MOST = 72 * 1024, /* bytes of x in shared memory that are worth fewer parts */
     PEND = 64,          /* residual numbers of a row that a block writes */
-    WITH_DELTA = 2,     /* rows whose norm adds to the residual as well; of more an op of its own does */
+    NORMED_BY_ALL = 2,  /* rows that every block norms for itself; of more a block norms a row for all */
+    MOST_ADDED = 4,     /* parts of a sum that such a block adds */
+    PLAIN_PARTS = 4,    /* of rows of plain weights where x is normed so, each of */
+    PLAIN_CHUNKS = 5,   /* so many times 256 columns, */
+    PLAIN_ROWS = 128,   /* of so many rows at most */
     D = 128,
     SHARED_MAX = 227 * 1024
 };
@@ -107,16 +111,17 @@ struct product {
 struct recurrence {
     struct ql_gdn_args a;
     const float *z, *norm; /* z: NULL where who reads y multiplies with silu(z) */
+    bool in_parts;         /* a and b are in normed->plain, from these weight rows on */
+    int16_t a_row, b_row;
     float *y;
     float eps;
 };
 
-/* to = the sum of the parts, or with `add` that and what is there. */
+/* to = the sum of the parts. */
 struct combine {
     const float *from;
     float *to;
     int parts, n, stride, exchange; /* as delta, delta_exchange of a product */
-    bool add;
 };
 
 /* Parts of a sum that everybody knows (proof.cuh). */
@@ -127,7 +132,7 @@ struct proof {
 
 struct __align__(16) chain_op {
     enum chain_op_kind kind;
-    int edges; /* of the run before it */
+    int edges; /* of the run before it; where rows are normed for all, that behind the norm is one */
     int early; /* early edges that the block's part of it begins behind; 0: it begins behind all of `edges` */
     union {
         struct product product;
@@ -166,6 +171,15 @@ struct edges {
 };
 static_assert(sizeof(struct edges) == EDGE_WORDS * sizeof(unsigned), "as device.cu allocates them");
 
+/* Rows that a block each has normed for all, in device memory, and parts of their products with plain weights. */
+struct normed {
+    float scale[MAX_ROWS];                               /* what sums are multiplied with: shared memory's xscale */
+    uint16_t x[MAX_ROWS * 2 * NORM_KEEP * NORM_THREADS]; /* as they lie in shared memory */
+    float y[MAX_ROWS * NORM_KEEP * NORM_THREADS];        /* in f32, rows of k */
+    float plain[PLAIN_PARTS][MAX_ROWS][PLAIN_ROWS];
+};
+static_assert(sizeof(struct normed) == NORMED_FLOATS * sizeof(float), "as device.cu allocates it");
+
 struct run {
     int n_op, n_edge, n_early;                   /* edges of either kind */
     int n_row, n_seg, n_slot, by_slot,           /* by_slot: 2^16 / n_slot, rounded up */
@@ -173,6 +187,7 @@ struct run {
     int x_at, extras_at, sets_at, room_bytes;    /* of shared memory */
     const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
     struct edges *edges;
+    struct normed *normed;
     struct lanes lanes;
     struct chain_op op[MAX_OPS];
 };
@@ -190,7 +205,7 @@ struct shared {
     uint64_t full[MAX_SLOTS], empty[MAX_SLOTS];
     float part[MAX_ROWS][32], most[MAX_ROWS][N_WARP];
     float xscale[MAX_ROWS * MAX_SLICES];
-    float pend[WITH_DELTA][PEND];
+    float pend[NORMED_BY_ALL][PEND];
     float plain[MAX_ROWS][4]; /* of each warp */
     float gate[2][2];         /* of the recurrence, rows in turn: what is kept of the state, beta */
     uint64_t summed[AHEAD];   /* a task's units are in their set */

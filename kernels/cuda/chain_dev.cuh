@@ -94,6 +94,13 @@ __device__ __forceinline__ void arrive(const struct run &r, const struct shared 
     }
 }
 
+/* One thread: a normed row is written. The last block, which has the first row, arrives for those that have none: did they so
+ * themselves, nobody would know which edge is complete. */
+__device__ __forceinline__ void arrive_with_row(const struct run &r, int row) {
+    unsigned n = row > 0 ? 1 : gridDim.x - (unsigned)r.n_row + 1;
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(&r.edges->count), "r"(n) : "memory");
+}
+
 /* One thread: the block has read x of an op, and its early tasks are written. */
 __device__ __forceinline__ void arrive_early(const struct run &r) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&r.edges->early) : "memory");

@@ -268,7 +268,7 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
                 barrier_arrive(shared_address(&sh->summed[set]),
                                SUM_ARRIVALS - (t.single ? p.units : all_units(p)) - (last ? N_WARP : 0));
             }
-            if (R <= WITH_DELTA && last && p.residual && t.task >= p.early) { /* while the last task is computed */
+            if (R <= NORMED_BY_ALL && last && p.residual && t.task >= p.early) { /* while the last task is computed */
                 put_residual(r, sh, p);
             }
             if (last && lane == 0 && sh->op[i].early) { /* or this arrival would pass for one at the edge before */
@@ -289,7 +289,7 @@ template <int R> __device__ void finish_all(const struct run &r, struct shared *
             if (lane == 0 && t.task < p.early && task_of(p.deal, k + 1) >= p.early) {
                 arrive_early(r);
             }
-            if (R <= WITH_DELTA && last && p.residual && t.task < p.early) {
+            if (R <= NORMED_BY_ALL && last && p.residual && t.task < p.early) {
                 put_residual(r, sh, p);
             }
             if (last) {

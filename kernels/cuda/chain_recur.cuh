@@ -26,7 +26,7 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
     float *state = state_of(s, j), st[4][16];
     uint32_t staged = shared_address(room->next) + threadIdx.x * 16; /* a thread reads what it copied */
     constexpr int APART = 8 * 32 * 16;
-    bool copied = R > WITH_DELTA && task >= (int)gridDim.x;
+    bool copied = R > NORMED_BY_ALL && task >= (int)gridDim.x;
     if (copied) {
         asm volatile("cp.async.wait_all;" ::: "memory");
     }
@@ -46,7 +46,7 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
         wait_before(r, sh, sh->at_op[0]);
     }
     int next = task + (int)gridDim.x;
-    if (R > WITH_DELTA && active && next < r.n_seg * a.n_value_head) {
+    if (R > NORMED_BY_ALL && active && next < r.n_seg * a.n_value_head) {
         const float *from = state_of(next / a.n_value_head, next % a.n_value_head);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
@@ -60,6 +60,15 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
         } else if (warp >= Q && warp <= NORM) {
             const float *x = (warp == NORM ? g.norm : u + ((warp == K ? a.n_key_head : 0) + key) * D) + lane;
             in = make_float4(load_fresh(x), load_fresh(x + 32), load_fresh(x + 64), load_fresh(x + 96));
+        } else if (warp == GATES && R > NORMED_BY_ALL && g.in_parts) {
+            float of_a[PLAIN_PARTS], of_b[PLAIN_PARTS];
+#pragma unroll
+            for (int i = 0; i < PLAIN_PARTS; i++) {
+                of_a[i] = load_fresh(&r.normed->plain[i][row][g.a_row + j]);
+                of_b[i] = load_fresh(&r.normed->plain[i][row][g.b_row + j]);
+            }
+            in.x = ((of_a[0] + of_a[1]) + of_a[2]) + of_a[3];
+            in.y = ((of_b[0] + of_b[1]) + of_b[2]) + of_b[3];
         } else if (warp == GATES) {
             in.x = load_fresh(a.a + row * a.n_value_head + j);
             in.y = load_fresh(a.b + row * a.n_value_head + j);

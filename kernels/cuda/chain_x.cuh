@@ -1,5 +1,6 @@
-/* How a block of the chain kernel (chain.cu) prepares x of a product for itself, into shared memory: the norm of a row or of many, with
- * what is to be added to it before, or slices as they are; and the products of normed rows with rows of plain weights.
+/* How a block of the chain kernel (chain.cu) prepares x of a product, into shared memory: the norm of a row or two, with what is to be
+ * added to it before, or slices as they are, each for itself; the norm of more rows, a block a row, for all. And the products of normed
+ * rows with rows of plain weights.
  */
 #ifndef QL_KERNELS_CUDA_CHAIN_X_CUH
 #define QL_KERNELS_CUDA_CHAIN_X_CUH
@@ -64,6 +65,33 @@ template <int COLS> __device__ __noinline__ void zero_beside_infinity(uint16_t *
         }
     }
     sync_warps();
+}
+
+/* A row's numbers normed. */
+__device__ __forceinline__ float4 normed4(float4 v, float scale, float4 w) {
+    return make_float4((v.x * scale) * (1.0f + w.x), (v.y * scale) * (1.0f + w.y), (v.z * scale) * (1.0f + w.z),
+                       (v.w * scale) * (1.0f + w.w));
+}
+
+/* Of four columns of each NORM_THREADS, the sum of a warp of the norm kernel, which is eight lanes here; it adds lanes 16, 8, 4, 2, 1
+ * apart, of which two are a lane's own. */
+__device__ __forceinline__ float sum_of_squares(const float4 v[NORM_KEEP]) {
+    float sum[4] = {};
+#pragma unroll
+    for (int j = 0; j < NORM_KEEP; j++) {
+        sum[0] = fmaf(v[j].x, v[j].x, sum[0]);
+        sum[1] = fmaf(v[j].y, v[j].y, sum[1]);
+        sum[2] = fmaf(v[j].z, v[j].z, sum[2]);
+        sum[3] = fmaf(v[j].w, v[j].w, sum[3]);
+    }
+#pragma unroll
+    for (int distance = 4; distance; distance >>= 1) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
+        }
+    }
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 /* Some of both parts' numbers are not there yet. */
@@ -232,27 +260,15 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
                 v[j] = add4(v[j], d[0][j]);
             }
         }
-        float sum[4] = {};
 #pragma unroll
         for (int j = 0; j < NORM_KEEP; j++) {
             if (j * NORM_THREADS + at < k) {
                 *(float4 *)(y + j * NORM_THREADS + at) = v[j];
             }
-            sum[0] = fmaf(v[j].x, v[j].x, sum[0]);
-            sum[1] = fmaf(v[j].y, v[j].y, sum[1]);
-            sum[2] = fmaf(v[j].z, v[j].z, sum[2]);
-            sum[3] = fmaf(v[j].w, v[j].w, sum[3]);
         }
-        /* A warp of the norm kernel is eight lanes here; it adds lanes 16, 8, 4, 2, 1 apart. */
-#pragma unroll
-        for (int distance = 4; distance; distance >>= 1) {
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
-            }
-        }
+        float sum = sum_of_squares(v);
         if ((lane & 7) == 0) {
-            sh->part[0][warp * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
+            sh->part[0][warp * 4 + (lane >> 3)] = sum;
         }
     } else if (parts > 0) {
         for (int i = threadIdx.x - 32 * WARPS; i < share; i += N_THREAD - 32 * WARPS) {
@@ -269,8 +285,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
     float scale = 1.0f / sqrtf(warp_sum(sh->part[0][lane]) / (float)k + p.eps), most = 0.0f, back;
 #pragma unroll
     for (int j = 0; j < NORM_SHARE; j++) {
-        v[j] = make_float4((v[j].x * scale) * (1.0f + w[j].x), (v[j].y * scale) * (1.0f + w[j].y),
-                           (v[j].z * scale) * (1.0f + w[j].z), (v[j].w * scale) * (1.0f + w[j].w));
+        v[j] = normed4(v[j], scale, w[j]);
         most = largest4(most, v[j]);
         if (p.n_plain > 0 && 4 * j * N_THREAD + at < k) {
             *(float4 *)(y + 4 * j * N_THREAD + at) = v[j];
@@ -314,206 +329,224 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
     }
 }
 
-/* As plain_rows, of all rows: they lie in f32 where their parts will be. */
-__device__ __forceinline__ void plain_rows_of_all(const struct run &r, const struct product &p, const uint8_t *x,
-                                                  struct shared *sh) {
-    int warp = (threadIdx.x >> 5) - (N_WARP - 4), lane = threadIdx.x & 31;
-    const auto [parts, c0, c1] = part_of_plain(p.k, warp);
-    for (int j = 0, row0 = 0; j < p.n_plain; row0 += p.plain[j++].n) {
-        const struct plain_target &t = p.plain[j];
-        bool bf16 = t.format == QL_FORMAT_BF16;
-        for (int i = gridDim.x - 1 - blockIdx.x; i < row0 + t.n; i += gridDim.x) {
-            if (i < row0) {
-                continue;
+/* Residual addition and norm of one of many rows, for all blocks (struct normed); a thread has four columns of each 4 N_THREAD.
+ * Sums are those of norm.cu: eight warps add, since that order is theirs, from `stage`, k numbers in shared memory. Nobody else reads
+ * or writes this row of x in the run. `wait` returns when delta is there. */
+template <int COLS, typename F>
+__device__ __forceinline__ void norm_row(const struct run &r, const struct product &p, int row, float *stage,
+                                         struct shared *sh, F wait) {
+    constexpr int WARPS = NORM_THREADS / 128; /* that add: a lane has columns 4 t .. 4 t + 3 of each 1,024 */
+    const enum x_mode mode = mode_of<COLS>(p);
+    const float4 none = make_float4(0, 0, 0, 0);
+    int tid = threadIdx.x;
+    asm volatile("" : "+r"(tid)); /* what is made of it is not kept from op to op, in memory at last */
+    int warp = tid >> 5, lane = tid & 31, k = p.k, at = 4 * tid;
+    auto there = [&](int j) { return 4 * j * N_THREAD + at < k; };
+    const float *x = p.x + row * p.ldx + at;
+    float4 v[NORM_SHARE], w[NORM_SHARE];
+    auto load_x = [&](bool now) {
+#pragma unroll
+        for (int j = 0; j < NORM_SHARE; j++) {
+            if (now && there(j)) {
+                v[j] = load_fresh4(x + 4 * j * N_THREAD);
             }
-            const uint8_t *w = t.w + (int64_t)(i - row0) * p.k * 2;
-            float acc[MAX_ROWS] = {};
-            for (int first = c0; first < c1; first += 5) {
-                uint4 raw[5];
-                load_plain(w, first, c1, p.k, lane, raw);
+        }
+    };
 #pragma unroll
-                for (int c = 0; c < 5; c++) {
-                    int at = (first + c) * 256 + lane * 8;
-                    if (first + c < c1 && at < p.k) {
-                        const uint32_t u[4] = {raw[c].x, raw[c].y, raw[c].z, raw[c].w};
-                        const uint8_t *y = x + 2 * x_place<2>(at, p.format);
+    for (int j = 0; j < NORM_SHARE; j++) {
+        v[j] = none;
+    }
+    load_x(p.ahead);
+    wait();
+    load_x(!p.ahead);
+    if (p.delta_parts > 0) {
+        float4 d[MOST_ADDED][NORM_SHARE]; /* all loads before the first use */
+        const float *from = p.delta + row * k + at;
 #pragma unroll
-                        for (int row = 0; row < MAX_ROWS; row++) {
-                            if (row < r.n_row) {
-                                const float4 y0 = *(const float4 *)(y + row * 4 * p.k),
-                                             y1 = *(const float4 *)(y + row * 4 * p.k + 16);
-                                const float v[8] = {y0.x, y0.y, y0.z, y0.w, y1.x, y1.y, y1.z, y1.w};
+        for (int q = 0; q < MOST_ADDED; q++) {
+            bool part = q < p.delta_parts;
+            static_assert(NORM_SHARE == 3 && MOST_ADDED == 4, "as these lines have it");
+            d[q][0] = load_fresh4_if<0>(part && there(0), from + q * p.delta_stride);
+            d[q][1] = load_fresh4_if<16 * N_THREAD>(part && there(1), from + q * p.delta_stride);
+            d[q][2] = load_fresh4_if<32 * N_THREAD>(part && there(2), from + q * p.delta_stride);
+        }
 #pragma unroll
-                                for (int e = 0; e < 8; e++) {
-                                    acc[row] = fmaf(plain_weight(u, e, bf16), v[e], acc[row]);
-                                }
-                            }
+        for (int j = 0; j < NORM_SHARE; j++) {
+            float4 sum = p.delta_parts > 1 ? add4(d[0][j], d[1][j]) : d[0][j];
+            sum = p.delta_parts > 2 ? add4(sum, add4(d[2][j], d[3][j])) : sum;
+            v[j] = add4(v[j], sum);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < NORM_SHARE; j++) {
+        w[j] = there(j) ? load_fresh4(p.norm + at + 4 * j * N_THREAD) : none; /* on their way meanwhile */
+        if (there(j)) {
+            *(float4 *)(stage + at + 4 * j * N_THREAD) = v[j];
+        }
+    }
+    sync_warps();
+    if (warp < WARPS) {
+        float4 c[NORM_KEEP];
+#pragma unroll
+        for (int j = 0; j < NORM_KEEP; j++) {
+            c[j] = j * NORM_THREADS + at < k ? *(const float4 *)(stage + j * NORM_THREADS + at) : none;
+        }
+        float sum = sum_of_squares(c);
+        if ((lane & 7) == 0) {
+            sh->part[0][warp * 4 + (lane >> 3)] = sum;
+        }
+    }
+    if (p.residual) {
+#pragma unroll
+        for (int j = 0; j < NORM_SHARE; j++) {
+            if (there(j)) {
+                *(float4 *)(p.residual + row * p.ldx + at + 4 * j * N_THREAD) = v[j];
+            }
+        }
+    }
+    sync_warps();
+    float scale = 1.0f / sqrtf(warp_sum(sh->part[0][lane]) / (float)k + p.eps), most = 0.0f, back;
+#pragma unroll
+    for (int j = 0; j < NORM_SHARE; j++) {
+        v[j] = normed4(v[j], scale, w[j]);
+        most = largest4(most, v[j]);
+        if (p.n_plain > 0 && there(j)) {
+            *(float4 *)(r.normed->y + row * k + at + 4 * j * N_THREAD) = v[j];
+        }
+    }
+    auto of_block = [&](float of_thread) {
+        of_thread = warp_most(of_thread);
+        if (lane == 0) {
+            sh->most[0][warp] = of_thread;
+        }
+        sync_warps();
+        return warp_most(lane < N_WARP ? sh->most[0][lane] : 0.0f);
+    };
+    most = of_block(most);
+    bool infinite = most > 0x1.fffffep127f;
+    if (__builtin_expect(infinite, 0)) {
+        most = 0.0f;
+#pragma unroll
+        for (int j = 0; j < NORM_SHARE; j++) {
+            most = larger_x4(most, v[j], mode);
+        }
+        sync_warps();
+        most = of_block(most);
+    }
+    float up = x_factor(most, mode, &back);
+    uint16_t *to = r.normed->x + row * x_stride<COLS>(k, p.format);
+#pragma unroll
+    for (int j = 0; j < NORM_SHARE; j++) {
+        if (there(j)) {
+            put_x<COLS>(to + x_place<COLS>(at + 4 * j * N_THREAD, p.format), v[j], up, mode);
+        }
+    }
+    if (tid == 0) {
+        r.normed->scale[row] = back * WEIGHT_UNIT;
+    }
+    sync_warps();
+    if (__builtin_expect(infinite, 0)) {
+        zero_beside_infinity<COLS>(to, k);
+    }
+    if (tid == 0) {
+        arrive_with_row(r, row);
+    }
+}
+
+/* What a block has of the products of many normed rows with plain weights: a part of the columns of four weight rows. Who reads the
+ * products adds the parts. */
+struct plain_share {
+    int part, row0, begin, columns; /* row0: of all targets' rows; columns 0: nothing */
+};
+__device__ __forceinline__ struct plain_share share_of_plain(const struct product &p) {
+    int i = (int)(gridDim.x - 1 - blockIdx.x), n = p.n_plain > 0 ? p.plain[0].n + p.plain[1].n : 0;
+    const auto [parts, c0, c1] = part_of_plain(p.k, i % PLAIN_PARTS);
+    int row0 = i / PLAIN_PARTS * 4;
+    return plain_share{i % PLAIN_PARTS, row0, 256 * c0, row0 < n ? min(256 * c1, p.k) - 256 * c0 : 0};
+}
+
+/* The normed rows that blocks have left for all, behind so many edges, and this block's share of products with plain weights: of its
+ * last eight warps each has a weight row and two rows of x. */
+template <int COLS>
+__device__ __forceinline__ void copy_x(const struct run &r, const struct product &p, int edges, uint16_t *xs,
+                                       struct shared *sh) {
+    constexpr int EACH = 12;
+    static_assert(sizeof r.normed->x <= EACH * N_THREAD * 16, "a thread holds so much of it");
+    int tid = threadIdx.x;
+    asm volatile("" : "+r"(tid)); /* as in norm_row */
+    const struct plain_share share = share_of_plain(p);
+    int warp = (tid >> 5) - (N_WARP - 8), lane = tid & 31, of_all = share.row0 + warp / 2, x0 = warp % 2 * 2;
+    bool second = of_all >= p.plain[0].n;
+    const struct plain_target &t = p.plain[second];
+    int mine = of_all - (second ? p.plain[0].n : 0);
+    bool multiplies = share.columns > 0 && warp >= 0 && mine < t.n;
+    uint4 w[PLAIN_CHUNKS]; /* on their way during the wait */
+    load_plain(t.w + (int64_t)mine * p.k * 2, share.begin / 256, multiplies ? share.begin / 256 + PLAIN_CHUNKS : 0, p.k,
+               lane, w);
+    wait_edge(r, sh, edges);
+    float4 y[MAX_ROWS], v[EACH];
+#pragma unroll
+    for (int row = 0; row < MAX_ROWS; row++) {
+        y[row] = load_fresh4_if<0>(row < r.n_row && 4 * tid < share.columns,
+                                   r.normed->y + row * p.k + share.begin + 4 * tid);
+    }
+    const float *from = (const float *)r.normed->x + 4 * tid;
+    int left = r.n_row * x_stride<COLS>(p.k, p.format) / 8 - tid;
+#pragma unroll
+    for (int j = 0; j < EACH; j += 4) {
+        v[j] = load_fresh4_if<0>(left > j * N_THREAD, from + 4 * j * N_THREAD);
+        v[j + 1] = load_fresh4_if<16 * N_THREAD>(left > (j + 1) * N_THREAD, from + 4 * j * N_THREAD);
+        v[j + 2] = load_fresh4_if<32 * N_THREAD>(left > (j + 2) * N_THREAD, from + 4 * j * N_THREAD);
+        v[j + 3] = load_fresh4_if<48 * N_THREAD>(left > (j + 3) * N_THREAD, from + 4 * j * N_THREAD);
+    }
+    if (tid < MAX_ROWS) {
+        sh->xscale[tid] = load_fresh(r.normed->scale + tid);
+    }
+    if (share.columns > 0) { /* y is where x will be: x in registers meanwhile */
+        float *ys = (float *)xs;
+#pragma unroll
+        for (int row = 0; row < MAX_ROWS; row++) {
+            if (4 * tid < share.columns) {
+                *(float4 *)(ys + row * share.columns + 4 * tid) = y[row];
+            }
+        }
+        sync_warps();
+        if (multiplies) {
+            float sum[2] = {};
+            bool bf16 = t.format == QL_FORMAT_BF16;
+#pragma unroll
+            for (int c = 0; c < PLAIN_CHUNKS; c++) {
+                int at = c * 256 + lane * 8;
+                const uint32_t u[4] = {w[c].x, w[c].y, w[c].z, w[c].w};
+#pragma unroll
+                for (int q = 0; q < 2; q++) {
+                    if (at < share.columns && x0 + q < r.n_row) {
+                        const float4 *of = (const float4 *)(ys + (x0 + q) * share.columns + at), y0 = of[0], y1 = of[1];
+                        const float f[8] = {y0.x, y0.y, y0.z, y0.w, y1.x, y1.y, y1.z, y1.w};
+#pragma unroll
+                        for (int e = 0; e < 8; e++) {
+                            sum[q] = fmaf(plain_weight(u, e, bf16), COLS == 2 ? f[e] : round_bf16(f[e]), sum[q]);
                         }
                     }
                 }
             }
 #pragma unroll
-            for (int row = 0; row < MAX_ROWS; row++) {
-                float sum = warp_sum(acc[row]);
+            for (int q = 0; q < 2; q++) {
+                sum[q] = warp_sum(sum[q]);
                 if (lane == 0) {
-                    sh->plain[row][warp] = sum;
+                    r.normed->plain[share.part][x0 + q][of_all] = sum[q];
                 }
             }
-            sync_four();
-            if (warp == 0 && lane < r.n_row) {
-                float v = sh->plain[lane][0];
-                for (int q = 1; q < parts; q++) {
-                    v += sh->plain[lane][q];
-                }
-                t.y[lane * t.ldy + i - row0] = v;
-            }
-            sync_four();
         }
-    }
-}
-
-/* As norm_x, for more rows than two, which have nothing to add: all rows at once, so that memory and barriers are waited for
- * once. What one of the eight warps that add in norm_x has of a row, a column, is here one of at most three that a warp holds: the
- * first eight warps have their own column of all rows but the last, of which four more have two columns each. Two parts a row. */
-template <typename F>
-__device__ __forceinline__ void norm_rows(const struct run &r, const struct product &p, uint16_t *xs, struct shared *sh,
-                                          F wait) {
-    constexpr int COLUMNS = NORM_THREADS / 128, EACH = MAX_ROWS - 1;
-    static_assert(COLUMNS + COLUMNS / 2 <= N_WARP && EACH >= 3,
-                  "warps for the last row, and registers for its weights");
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, k = p.k, last = r.n_row - 1;
-    bool of_last = warp >= COLUMNS;
-    int column0 = of_last ? 2 * (warp - COLUMNS) : warp,
-        n = of_last ? (column0 < COLUMNS ? 2 : 0) : last; /* columns that this warp has */
-    auto row_of = [&](int i) { return of_last ? last : i; };
-    auto column_of = [&](int i) { return of_last ? column0 + i : column0; };
-    auto at_of = [&](int i, int j) { return 128 * column_of(i) + 4 * lane + j * NORM_THREADS; };
-    float4 v[EACH][NORM_KEEP], w[NORM_KEEP];
-    static_assert(NORM_KEEP == 5, "as the next lines have it");
-    auto load = [&](float4 to[NORM_KEEP], const float *from, int i) {
-        int at = at_of(i, 0), left = i < n ? k - at : 0;
-        from += at;
-        asm volatile("" : "+l"(from), "+r"(left));
-        to[0] = load_fresh4_if<0>(left > 0, from);
-        to[1] = load_fresh4_if<4 * NORM_THREADS>(left > NORM_THREADS, from);
-        to[2] = load_fresh4_if<8 * NORM_THREADS>(left > 2 * NORM_THREADS, from);
-        to[3] = load_fresh4_if<12 * NORM_THREADS>(left > 3 * NORM_THREADS, from);
-        to[4] = load_fresh4_if<16 * NORM_THREADS>(left > 4 * NORM_THREADS, from);
-    };
-    load(w, p.norm, 0); /* on its way during the wait */
-    wait();
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        load(v[i], p.x + row_of(i) * p.ldx, i);
-    }
-    if (of_last) { /* the second column's weights, where a third column would be */
-        load(v[2], p.norm, 1);
+        sync_warps();
     }
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        if (i < n) {
-            float sum[4] = {};
-#pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                sum[0] = fmaf(v[i][j].x, v[i][j].x, sum[0]);
-                sum[1] = fmaf(v[i][j].y, v[i][j].y, sum[1]);
-                sum[2] = fmaf(v[i][j].z, v[i][j].z, sum[2]);
-                sum[3] = fmaf(v[i][j].w, v[i][j].w, sum[3]);
-            }
-#pragma unroll
-            for (int distance = 4; distance; distance >>= 1) {
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
-                }
-            }
-            if ((lane & 7) == 0) {
-                sh->part[row_of(i)][column_of(i) * 4 + (lane >> 3)] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
-            }
+    for (int j = 0; j < EACH; j++) {
+        if (left > j * N_THREAD) {
+            ((float4 *)xs)[j * N_THREAD + tid] = v[j];
         }
     }
     sync_warps();
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        if (i < n) {
-            float scale = 1.0f / sqrtf(warp_sum(sh->part[row_of(i)][lane]) / (float)k + p.eps), most = 0.0f;
-#pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                float4 f = i == 1 && of_last ? v[2][j] : w[j];
-                v[i][j] = make_float4((v[i][j].x * scale) * (1.0f + f.x), (v[i][j].y * scale) * (1.0f + f.y),
-                                      (v[i][j].z * scale) * (1.0f + f.z), (v[i][j].w * scale) * (1.0f + f.w));
-                most = largest4(most, v[i][j]);
-            }
-            most = warp_most(most);
-            if (lane == 0) {
-                sh->most[row_of(i)][column_of(i)] = most;
-            }
-        }
-    }
-    int rows_plain = 0;
-    for (int j = 0; j < p.n_plain; j++) {
-        rows_plain += p.plain[j].n;
-    }
-    if ((int)(gridDim.x - 1 - blockIdx.x) < rows_plain) { /* this block has rows of plain weights: they want f32 */
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-#pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                int at = at_of(i, j);
-                if (i < n && at < k) {
-                    *(float4 *)(xs + row_of(i) * 2 * k + x_place<2>(at & ~7, p.format) + 2 * (at & 4)) = v[i][j];
-                }
-            }
-        }
-        sync_warps();
-        if (threadIdx.x >= N_THREAD - 128) {
-            plain_rows_of_all(r, p, (const uint8_t *)xs, sh);
-        }
-    }
-    sync_warps();
-    float all = 0.0f;
-    for (int row = 0; row < r.n_row; row++) {
-        all = fmaxf(all, lane < COLUMNS ? sh->most[row][lane] : 0.0f);
-    }
-    bool infinite = warp_most(all) > 0x1.fffffep127f;
-    if (__builtin_expect(infinite, 0)) {
-        sync_warps();
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            if (i < n) {
-                float most = 0.0f;
-#pragma unroll
-                for (int j = 0; j < NORM_KEEP; j++) {
-                    most = larger_x4(most, v[i][j], X_F16X2);
-                }
-                most = warp_most(most);
-                if (lane == 0) {
-                    sh->most[row_of(i)][column_of(i)] = most;
-                }
-            }
-        }
-        sync_warps();
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        if (i < n) {
-            float most = warp_most(lane < COLUMNS ? sh->most[row_of(i)][lane] : 0.0f), back;
-            float up = x_factor(most, X_F16X2, &back);
-            if (column_of(i) == 0 && lane == 0) {
-                sh->xscale[row_of(i)] = back * WEIGHT_UNIT;
-            }
-#pragma unroll
-            for (int j = 0; j < NORM_KEEP; j++) {
-                if (at_of(i, j) < k) {
-                    put_x<2>(xs + row_of(i) * 2 * k + x_place<2>(at_of(i, j), p.format), v[i][j], up, X_F16X2);
-                }
-            }
-        }
-    }
-    sync_warps(); /* the rows are there */
-    for (int row = 0; row < r.n_row && infinite; row++) {
-        zero_beside_infinity<2>(xs + row * 2 * k, k);
-    }
 }
 
 /* The block's part of the rows at p.x, ROWS of them at a time, once `wait` has returned. */

@@ -12,7 +12,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-constexpr int STAGE_SLOTS = 4, MAX_PENDING = 64, EDGE_WORDS = 16, MARKED_FLOATS = 2 * 2 * 5120;
+constexpr int STAGE_SLOTS = 4, MAX_PENDING = 64, EDGE_WORDS = 16, MARKED_FLOATS = 2 * 2 * 5120,
+              NORMED_FLOATS = 4 + 2 * 4 * 5120 + 4 * 4 * 128;
 constexpr size_t STAGE_BYTES = 4 << 20;
 
 /* A device-to-host copy whose last leg, pinned to caller, happens at sync. */
@@ -50,6 +51,7 @@ struct cuda_dev {
     struct lap_clock *clock;   /* device.cu; NULL: phases are not timed */
     unsigned *edges;           /* on the device, EDGE_WORDS: where the blocks of a chain meet */
     float *marked;             /* on the device, two of MARKED_FLOATS: sums between ops of a chain (chain.cuh) */
+    float *normed;             /* on the device, NORMED_FLOATS: rows of x between ops of a chain */
     ql_cuda_exchange exchange; /* n_lane 0: chains end where lanes add */
     bool capturing, no_chain, no_exchange;
     enum q8_kernel q8_kernel; /* of NVFP4 weights in precision Q8 */

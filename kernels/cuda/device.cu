@@ -563,6 +563,7 @@ static void cuda_close(ql_dev *dev) {
     cudaFree(d->arena);
     cudaFree(d->edges);
     cudaFree(d->marked);
+    cudaFree(d->normed);
     cudaFreeHost(d->pinned);
     cudaFreeHost(d->back);
     for (int i = 0; i < STAGE_SLOTS; i++) {
@@ -779,6 +780,8 @@ static ql_status open_device(ql_dev *dev, const ql_cuda_device *info) {
     CU_TRY(dev, cudaMemsetAsync(d->edges, 0, EDGE_WORDS * sizeof *d->edges, d->stream), "a chain's counters");
     CU_TRY(dev, cudaMalloc((void **)&d->marked, 2 * MARKED_FLOATS * sizeof *d->marked), "a chain's sums");
     CU_TRY(dev, cudaMemsetAsync(d->marked, 0xff, 2 * MARKED_FLOATS * sizeof *d->marked, d->stream), "a chain's sums");
+    CU_TRY(dev, cudaMalloc((void **)&d->normed, NORMED_FLOATS * sizeof *d->normed), "a chain's rows");
+    CU_TRY(dev, cudaMemsetAsync(d->normed, 0, NORMED_FLOATS * sizeof *d->normed, d->stream), "a chain's rows");
     return QL_OK;
 }
 

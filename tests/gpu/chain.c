@@ -58,6 +58,13 @@ static float *between(const char *name, size_t n, int most_ops) {
     return p;
 }
 
+/* From now on p is compared in chains of so many ops at most. */
+static void compare_up_to(int most_ops, const float *p) {
+    for (int i = 0; i < n_array; i++) {
+        arrays[i].most_ops = arrays[i].dev == p ? most_ops : arrays[i].most_ops;
+    }
+}
+
 /* What chains of so many ops hand from an op to the next. */
 static float *handed(const char *name, size_t n, int n_op) {
     float *p = make(name, n, 0.0f, 0.0f);
@@ -211,6 +218,8 @@ int main(int argc, char **argv) {
                           .seg_row = seg + 2 * MAX_ROW,
                           .seg_pos = seg + 3 * MAX_ROW + 1,
                           .seg_slot = seg + 4 * MAX_ROW + 1};
+        compare_up_to(rows > 2 ? 0 : INT_MAX, aa); /* of more rows than two in parts, which the recurrence adds */
+        compare_up_to(rows > 2 ? 0 : INT_MAX, bb);
         int n = 0;
 #define PRODUCT(weight, from, to, slices)                                                                              \
     {                                                                                                                  \
