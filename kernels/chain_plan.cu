@@ -372,18 +372,20 @@ static bool begins_early(const struct builder *b, const struct chain_op *op, con
            p->target[0].row_tiles >= b->blocks && p->units >= N_WARP;
 }
 
-/* Tasks that a block without a head does while another has one, at least. */
-enum { TASKS_BESIDE = 2 };
+/* Tasks that a block does while another has a head of a row, or of several, at least. */
+enum { TASKS_BESIDE = 2, TASKS_BESIDE_ROWS = 3 };
 
-/* z, of which a recurrence has need at its end alone, goes to the blocks that have no head then: as much as does not take longer. */
+/* z, of which a recurrence has need at its end alone, goes to the blocks that have no head then, or one head less: as much as does
+ * not take longer. */
 static void deal_beside(struct builder *b, struct product *p, int heads) {
     struct deal d = p->deal;
-    d.late = b->blocks - heads;
+    int most = b->run->n_row > b->run->n_seg ? TASKS_BESIDE_ROWS : TASKS_BESIDE;
+    d.late = b->blocks - heads % b->blocks;
     d.all = (int)ceil_div(p->early, b->blocks) * b->blocks;
-    while (d.late > 0 && d.all < d.n && ceil_div(d.n - d.all, d.late) > TASKS_BESIDE) {
+    while (d.all < d.n && ceil_div(d.n - d.all, d.late) > most) {
         d.all += b->blocks;
     }
-    if (d.late <= 0 || d.all >= d.n) {
+    if (d.late == b->blocks || d.all >= d.n) {
         return;
     }
     int64_t more = d.all / b->blocks + ceil_div(d.n - d.all, d.late) - ceil_div(d.n, b->blocks);
