@@ -194,7 +194,7 @@ static void send_probe(ql_engine *e, const ql_seq *seq) {
 
 /* ---- steps --------------------------------------------------------------------------------------------------- */
 
-/* One chosen id goes into its sequence, which may end with it. */
+/* One chosen id goes into its sequence, or in its place that of a draft, and the sequence may end with it. */
 static void take_output(ql_engine *e, int32_t out) {
     ql_seq *seq = e->out_seq[out];
     int32_t vocab = e->ckpt->config.vocab, id = e->out_id[out];
@@ -211,7 +211,9 @@ static void take_output(ql_engine *e, int32_t out) {
     if (seq->probe && e->step.phase == QL_PHASE_GEN) {
         seq->probe(seq->probe_user, QL_PROBE_LOGITS, 0, seq->n_prompt + seq->n_ids - 1, 1, vocab, logits);
     }
-    if (seq->n_ids < e->hooks.n_force) {
+    if (out + 1 < e->step.n_out && e->out_seq[out + 1] == seq) { /* the next row has taken the draft's */
+        id = seq->ids[seq->n_ids];
+    } else if (seq->n_ids < e->hooks.n_force) {
         id = e->hooks.force_ids[seq->n_ids];
     }
     seq->state = QL_SEQ_GEN;
@@ -226,6 +228,9 @@ static void take_output(ql_engine *e, int32_t out) {
                               .text_bytes = seq->out.len});
     }
     if (status != QL_OK || seq->finish != QL_FINISH_NONE) {
+        for (int32_t i = out + 1; i < e->step.n_out && e->out_seq[i] == seq; i++) {
+            e->out_seq[i] = NULL; /* a draft goes on behind the end */
+        }
         unlink_active(e, seq);
         end(e, seq, status == QL_OK ? NULL : &err);
     }
@@ -233,7 +238,9 @@ static void take_output(ql_engine *e, int32_t out) {
 
 static void take_outputs(ql_engine *e) {
     for (int32_t i = 0; i < e->step.n_out; i++) {
-        take_output(e, i);
+        if (e->out_seq[i]) {
+            take_output(e, i);
+        }
     }
 }
 

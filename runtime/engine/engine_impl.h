@@ -51,7 +51,7 @@ struct ql_seq {
 
     /* set at submit, then read-only */
     int32_t *prompt;
-    int32_t n_prompt, max_new;
+    int32_t n_prompt, max_new, step_rows;
     ql_sampling sampling;
     bool ignore_eos, crc, detach;
     ql_probe_fn probe;

@@ -136,6 +136,11 @@ static ql_status take_options(ql_seq *seq, const ql_engine *e, const ql_request 
     if (r->n_stop > 0 && !e->tokenizer) {
         return ql_fail(err, QL_ERR_USAGE, "stop strings need a tokenizer and this checkpoint has none");
     }
+    if (r->step_rows < 0 || r->step_rows > e->limits.max_seq) {
+        return ql_fail(err, QL_ERR_USAGE, "step_rows is %d; accepted are 0 to %d, the engine's max_seqs", r->step_rows,
+                       e->limits.max_seq);
+    }
+    seq->step_rows = r->step_rows > 0 ? r->step_rows : 1;
     seq->ignore_eos = r->ignore_eos != 0;
     seq->crc = r->crc != 0;
     seq->detach = r->detach != 0;

@@ -2,7 +2,7 @@
  *
  * A step is of one phase. A prompt step takes up to a chunk of rows from the prompts under way, whole 64-token blocks
  * except at a prompt's end, so that the chunked forms see the same blocks however prompts are grouped. A generation step
- * takes one row of every sequence that generates.
+ * takes one row of every sequence that generates, or several of one that asks for steps like those that check a draft.
  */
 #include "runtime/engine/engine_impl.h"
 
@@ -61,8 +61,8 @@ static void add_segment(ql_engine *e, block_view *v, ql_seq *seq, const int32_t 
     v->seg_row[s->n_seg] = s->n_row;
 }
 
-/* Asks for logits and an id of the last row added. */
-static void add_output(ql_engine *e, block_view *v, ql_seq *seq) {
+/* Asks for logits and an id of a row. */
+static void add_output(ql_engine *e, block_view *v, ql_seq *seq, int32_t of_row) {
     ql_step *s = &e->step;
     ql_sample_row *row = &v->sample[s->n_out];
     ql_seq_sample_row(seq, ql_model_k_full(&e->ckpt->config, e->n_lane), row);
@@ -72,7 +72,7 @@ static void add_output(ql_engine *e, block_view *v, ql_seq *seq) {
         memcpy(v->penalty + s->n_penalty, seq->seen, (size_t)seq->n_seen * sizeof *seq->seen);
         s->n_penalty += seq->n_seen;
     }
-    v->out_row[s->n_out] = s->n_row - 1;
+    v->out_row[s->n_out] = of_row;
     e->out_seq[s->n_out] = seq;
     s->k_cap = row->k > s->k_cap ? row->k : s->k_cap;
     s->n_out++;
@@ -99,7 +99,7 @@ bool ql_step_build_prompt(ql_engine *e) {
         }
         add_segment(e, &v, seq, seq->prompt + seq->n_done, seq->n_done, n);
         if (seq->n_done + n == seq->n_prompt) {
-            add_output(e, &v, seq);
+            add_output(e, &v, seq, s->n_row - 1);
         }
         if (seq->probe) {
             if (e->limits.mtp) {
@@ -114,13 +114,28 @@ bool ql_step_build_prompt(ql_engine *e) {
     return s->n_row > 0;
 }
 
+/* Writes the next n ids of a sequence, which are its draft, behind those that it has. */
+static void write_draft(const ql_engine *e, ql_seq *seq, int32_t n) {
+    for (int32_t i = seq->n_ids; i < seq->n_ids + n; i++) {
+        seq->ids[i] = i < e->hooks.n_force ? e->hooks.force_ids[i] : seq->ids[i - 1];
+    }
+}
+
 bool ql_step_build_gen(ql_engine *e) {
     block_view v = view_of(e);
     begin(e, QL_PHASE_GEN);
+    int32_t spare = e->limits.max_seq - e->n_active; /* outputs beyond one of each sequence */
     for (ql_seq *seq = e->active; seq; seq = seq->next_run) {
         if (seq->state == QL_SEQ_GEN) {
-            add_segment(e, &v, seq, &seq->ids[seq->n_ids - 1], seq->n_prompt + seq->n_ids - 1, 1);
-            add_output(e, &v, seq);
+            int32_t left = seq->max_new - seq->n_ids, draft = seq->step_rows - 1, row0 = e->step.n_row;
+            draft = draft < left ? draft : left - 1;
+            draft = draft < spare ? draft : spare;
+            spare -= draft;
+            write_draft(e, seq, draft);
+            add_segment(e, &v, seq, &seq->ids[seq->n_ids - 1], seq->n_prompt + seq->n_ids - 1, 1 + draft);
+            for (int32_t row = row0; row < e->step.n_row; row++) {
+                add_output(e, &v, seq, row);
+            }
         }
     }
     return e->step.n_row > 0;

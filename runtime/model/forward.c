@@ -443,15 +443,15 @@ static ql_status compute(ql_model *m, const ql_step *step, const ql_batch *b, in
 
 /* ---- recorded steps ------------------------------------------------------------------------------------------- */
 
-/* A generation step has one row of each sequence, so its launches depend on its row count, its candidate count and the ctx of its
- * batch alone; all else is in device memory. So each such shape is recorded once and replayed. It runs plainly the first time,
+/* Every row of a generation step has an output, so its launches depend on how many rows and sequences it has, its candidate count and the
+ * ctx of its batch alone; all else is in device memory. So each such shape is recorded once and replayed. It runs plainly the first time,
  * when the device may still load code. */
 static ql_status run_recorded(ql_model *m, const ql_step *step, const ql_batch *b, int64_t *mark) {
     const ql_ops *ops = m->dev->ops;
     ql_recording *r = NULL;
     for (int32_t i = 0; i < m->n_recording && !r; i++) {
-        r = m->recording[i].n_row == step->n_row && m->recording[i].k_cap == step->k_cap &&
-                    m->recording[i].ctx == b->ctx
+        r = m->recording[i].n_row == step->n_row && m->recording[i].n_seg == step->n_seg &&
+                    m->recording[i].k_cap == step->k_cap && m->recording[i].ctx == b->ctx
                 ? &m->recording[i]
                 : NULL;
     }
@@ -459,7 +459,7 @@ static ql_status run_recorded(ql_model *m, const ql_step *step, const ql_batch *
         int32_t i = m->n_recording < QL_MAX_RECORDINGS ? m->n_recording++ : m->next_recording++ % QL_MAX_RECORDINGS;
         r = &m->recording[i];
         ops->graph_free(m->dev, r->graph);
-        *r = (ql_recording){.n_row = step->n_row, .k_cap = step->k_cap, .ctx = b->ctx};
+        *r = (ql_recording){.n_row = step->n_row, .n_seg = step->n_seg, .k_cap = step->k_cap, .ctx = b->ctx};
         return compute(m, step, b, mark);
     }
     if (!r->graph) {

@@ -42,8 +42,8 @@ typedef struct ql_workspace {
 enum { QL_MAX_RECORDINGS = 32 };
 
 typedef struct ql_recording {
-    int32_t n_row, k_cap, ctx; /* its shape; ctx as in ql_batch */
-    void *graph;               /* NULL: seen once, not recorded yet */
+    int32_t n_row, n_seg, k_cap, ctx; /* its shape; ctx as in ql_batch */
+    void *graph;                      /* NULL: seen once, not recorded yet */
     uint64_t calls[QL_PATH_COUNT];
 } ql_recording;
 
