@@ -24,6 +24,11 @@ enum { DEFAULT_N = 128, DEFAULT_RUNS = 3, MAX_RUNS = 99, PROFILED_N = 17, WARM_U
 /* Loading code takes tenths of a second. A first request that takes this long shows nothing of it, and is not repeated. */
 static const double long_request_s = 10;
 
+/* Numbers asked for, each of which is timed by itself; most: 1 where there are none. */
+struct counts {
+    int32_t v[MOST_COUNTS], n, most;
+};
+
 typedef struct bench {
     const ql_cli_args *args;
     char model[4096];
@@ -33,7 +38,7 @@ typedef struct bench {
     ql_checkpoint_info info;
     ql_plan plan;
     int32_t context[MAX_CONTEXTS], runs[MAX_CONTEXTS], n_context;
-    int32_t together[MOST_COUNTS], n_together, most_together; /* sequences that generate at once */
+    struct counts together, rows; /* sequences that generate at once; rows of one in a step */
     int32_t n;
     double embed_bytes;                         /* of one row of the embedding */
     char prompt_precision[8], gen_precision[8]; /* in use */
@@ -210,6 +215,10 @@ static void on_member(void *user, const ql_event *event) {
 /* Ids that a sequence may write before the one behind it has its first: a prompt step and a step of generation take turns. */
 static int32_t head_start(const bench *b, int32_t ctx) { return ctx / b->opt.chunk + 2; }
 
+static double ms_between(const struct timespec *from, const struct timespec *to) {
+    return 1e3 * (double)(to->tv_sec - from->tv_sec) + 1e-6 * (double)(to->tv_nsec - from->tv_nsec);
+}
+
 /* Milliseconds of a step in which n sequences generate; below 0 where they did not meet. */
 static double step_of(const bench *b, ql_engine *engine, int32_t ctx, const int32_t *ids, int32_t n, ql_error *err) {
     round_of r = {.n = n};
@@ -235,17 +244,46 @@ static double step_of(const bench *b, ql_engine *engine, int32_t ctx, const int3
     if (failed) {
         return -1;
     }
-    double ms = 1e3 * (double)(r.last.tv_sec - r.first.tv_sec) + 1e-6 * (double)(r.last.tv_nsec - r.first.tv_nsec);
-    return r.n_step > 0 ? ms / r.n_step : -1;
+    return r.n_step > 0 ? ms_between(&r.first, &r.last) / r.n_step : -1;
 }
 
-/* Each number of sequences twice, since steps of a shape are recorded when it comes up first. */
-static json_t *measure_together(const bench *b, ql_engine *engine, int32_t ctx, const int32_t *ids, ql_error *err) {
+/* Ids of one sequence whose steps have n rows: one of the prompt, then n a step. */
+static int32_t ids_of_rows(const bench *b, int32_t n) { return 1 + n * b->n; }
+
+static void on_row(void *user, const ql_event *event) {
+    round_of *r = user;
+    if (event->kind == QL_EVENT_TOKEN) {
+        clock_gettime(CLOCK_MONOTONIC, r->n_started++ == 0 ? &r->first : &r->last);
+    }
+}
+
+/* Milliseconds of a step of n rows of one sequence; below 0 on failure. */
+static double step_of_rows(const bench *b, ql_engine *engine, int32_t ctx, const int32_t *ids, int32_t n,
+                           ql_error *err) {
+    round_of r = {0};
+    ql_request req = ql_request_default();
+    ql_request_id id;
+    ql_result *res = NULL;
+    req.ids = ids;
+    req.n_ids = ctx;
+    req.max_new = ids_of_rows(b, n);
+    req.model_sampling = 0;
+    req.ignore_eos = 1;
+    req.step_rows = n;
+    bool failed = ql_submit(engine, &req, on_row, &r, &id, err) != QL_OK || ql_wait(engine, id, &res, err) != QL_OK;
+    ql_result_free(res);
+    return failed ? -1 : ms_between(&r.first, &r.last) / b->n;
+}
+
+typedef double (*step_fn)(const bench *b, ql_engine *engine, int32_t ctx, const int32_t *ids, int32_t n, ql_error *err);
+
+/* Each number twice, since steps of a shape are recorded when it comes up first. */
+static json_t *measure_steps(const bench *b, ql_engine *engine, int32_t ctx, const int32_t *ids,
+                             const struct counts *counts, step_fn step, ql_error *err) {
     json_t *steps = json_array();
-    for (int32_t i = 0; i < b->n_together; i++) {
-        const int32_t n = b->together[i];
-        double ms = step_of(b, engine, ctx, ids, n, err);
-        ms = ms < 0 ? ms : step_of(b, engine, ctx, ids, n, err);
+    for (int32_t i = 0; i < counts->n; i++) {
+        double ms = step(b, engine, ctx, ids, counts->v[i], err);
+        ms = ms < 0 ? ms : step(b, engine, ctx, ids, counts->v[i], err);
         if (ms < 0) {
             json_decref(steps);
             return NULL;
@@ -257,16 +295,16 @@ static json_t *measure_together(const bench *b, ql_engine *engine, int32_t ctx, 
 
 /* ---- a process ------------------------------------------------------------------------------------------------------- */
 
-enum what { SPEED, PHASES, TOGETHER };
+enum what { SPEED, PHASES, TOGETHER, ROWS };
 
 static int measure(const bench *b, int32_t ctx, enum what what, int fd) {
     ql_error err = {0};
     ql_engine *engine = NULL;
     ql_cli_logger logger = {0};
     ql_options opt = b->opt;
-    const int32_t n = what == TOGETHER ? b->most_together : 1;
-    opt.max_seqs = n;
-    opt.ctx = ctx + b->n + (n - 1) * head_start(b, ctx);
+    const int32_t n = what == TOGETHER ? b->together.most : 1;
+    opt.max_seqs = what == ROWS ? b->rows.most : n;
+    opt.ctx = ctx + (what == ROWS ? ids_of_rows(b, b->rows.most) : b->n + (n - 1) * head_start(b, ctx));
     opt.log = ql_cli_log;
     opt.log_user = &logger;
     opt.measure = what == SPEED;
@@ -277,7 +315,8 @@ static int measure(const bench *b, int32_t ctx, enum what what, int fd) {
     int32_t *ids = make_ids(b, engine, n * ctx);
     json_t *out = !ids               ? NULL
                   : what == PHASES   ? measure_phases(b, engine, ctx, ids, b->n < PROFILED_N ? b->n : PROFILED_N, &err)
-                  : what == TOGETHER ? measure_together(b, engine, ctx, ids, &err)
+                  : what == TOGETHER ? measure_steps(b, engine, ctx, ids, &b->together, step_of, &err)
+                  : what == ROWS     ? measure_steps(b, engine, ctx, ids, &b->rows, step_of_rows, &err)
                                      : measure_speed(b, engine, ctx, ids, &err);
     int rc = 0;
     if (!out) {
@@ -368,11 +407,11 @@ static double decode_bytes(const bench *b, const json_t *lanes, int32_t ctx) {
     return most;
 }
 
-/* Medians of steps of several sequences, each beside that of the first number asked for. */
-static json_t *together(const bench *b, const json_t *rounds) {
+/* Medians of steps, each beside that of the first number asked for; `what` names the numbers. */
+static json_t *steps_of(const struct counts *counts, const char *what, const json_t *rounds) {
     json_t *out = json_array();
     double first = -1;
-    for (int32_t i = 0; i < b->n_together; i++) {
+    for (int32_t i = 0; i < counts->n; i++) {
         json_t *one = json_array(), *r;
         size_t j;
         json_array_foreach((json_t *)rounds, j, r) {
@@ -381,15 +420,16 @@ static json_t *together(const bench *b, const json_t *rounds) {
         }
         double ms = median_of(one, "ms");
         first = i == 0 ? ms : first;
-        json_array_append_new(out, json_pack("{s:i, s:f, s:f, s:f}", "sequences", b->together[i], "step_ms", ms,
-                                             "tok_s", 1e3 * b->together[i] / ms, "of_first", ms / first));
+        json_array_append_new(out, json_pack("{s:i, s:f, s:f, s:f}", what, counts->v[i], "step_ms", ms, "tok_s",
+                                             1e3 * counts->v[i] / ms, "of_first", ms / first));
         json_decref(one);
     }
     return out;
 }
 
-/* What all runs at one context give. `phases` and `rounds`, of sequences together, are taken over. */
-static json_t *point(const bench *b, int32_t ctx, json_t *runs, json_t *phases, json_t *rounds) {
+/* What all runs at one context give. `runs` and `phases` are taken over. */
+static json_t *point(const bench *b, int32_t ctx, json_t *runs, json_t *phases, const json_t *together,
+                     const json_t *rows) {
     const json_t *lanes = json_object_get(json_array_get(runs, 0), "lanes");
     double decode = median_of(runs, "decode_tok_s"), bytes = decode_bytes(b, lanes, ctx), stream = -1;
     size_t i;
@@ -398,15 +438,14 @@ static json_t *point(const bench *b, int32_t ctx, json_t *runs, json_t *phases, 
         double s = json_number_value(json_object_get(l, "stream_bytes_per_s"));
         stream = stream < 0 || s < stream ? s : stream;
     }
-    json_t *steps = together(b, rounds);
-    json_decref(rounds);
     return json_pack(
-        "{s:i, s:i, s:f, s:f, s:o, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o}", "context", ctx, "generated", b->n,
-        "load_s", median_of(runs, "load_s"), "first_token_cold_s", median_of(runs, "first_token_cold_s"),
+        "{s:i, s:i, s:f, s:f, s:o, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o, s:o}", "context", ctx, "generated",
+        b->n, "load_s", median_of(runs, "load_s"), "first_token_cold_s", median_of(runs, "first_token_cold_s"),
         "first_token_warm_s", number(median_of(runs, "first_token_warm_s")), "prefill_tok_s",
         median_of(runs, "prefill_tok_s"), "decode_tok_s", decode, "decode_bytes", bytes, "decode_bytes_per_s",
         bytes * decode, "stream_bytes_per_s", number(stream), "decode_share_of_stream",
-        number(stream > 0 ? bytes * decode / stream : -1), "phases", phases, "together", steps, "runs", runs);
+        number(stream > 0 ? bytes * decode / stream : -1), "phases", phases, "together",
+        steps_of(&b->together, "sequences", together), "rows", steps_of(&b->rows, "rows", rows), "runs", runs);
 }
 
 /* Keys and values of a token, and each lane's rows of the embedding, at the lane count that runs. */
@@ -423,7 +462,7 @@ static int plan_lanes(bench *b, int32_t n_lane) {
 static int measure_all(bench *b, json_t *points) {
     int rc = 0;
     for (int32_t c = 0; c < b->n_context && rc == 0; c++) {
-        json_t *runs = json_array(), *rounds = json_array(), *phases = NULL, *one = NULL;
+        json_t *runs = json_array(), *together = json_array(), *rows = json_array(), *phases = NULL, *one = NULL;
         rc = in_process(b, b->context[c], PHASES, &phases);
         if (rc == 0 && b->plan.n_lanes == 0) {
             snprintf(b->prompt_precision, sizeof b->prompt_precision, "%s",
@@ -442,19 +481,26 @@ static int measure_all(bench *b, json_t *points) {
                 json_array_append_new(runs, one);
             }
         }
-        for (int32_t r = 0; r < b->runs[c] && rc == 0 && b->n_together > 0; r++) {
+        for (int32_t r = 0; r < b->runs[c] && rc == 0 && b->together.n > 0; r++) {
             rc = in_process(b, b->context[c], TOGETHER, &one);
             if (rc == 0) {
-                json_array_append_new(rounds, one);
+                json_array_append_new(together, one);
+            }
+        }
+        for (int32_t r = 0; r < b->runs[c] && rc == 0 && b->rows.n > 0; r++) {
+            rc = in_process(b, b->context[c], ROWS, &one);
+            if (rc == 0) {
+                json_array_append_new(rows, one);
             }
         }
         if (rc == 0) {
-            json_array_append_new(points, point(b, b->context[c], runs, phases, rounds));
+            json_array_append_new(points, point(b, b->context[c], runs, phases, together, rows));
         } else {
-            json_decref(rounds);
             json_decref(runs);
             json_decref(phases);
         }
+        json_decref(together);
+        json_decref(rows);
     }
     return rc;
 }
@@ -548,6 +594,13 @@ static json_t *provenance(const bench *b) {
 
 /* ---- the command --------------------------------------------------------------------------------------------------- */
 
+/* Ids generated behind a prompt at most, all measurements taken together. */
+static int32_t most_ids(const bench *b, int32_t ctx) {
+    int32_t together = b->n + (b->together.most - 1) * head_start(b, ctx);
+    int32_t rows = b->rows.n > 0 ? ids_of_rows(b, b->rows.most) : 0;
+    return together > rows ? together : rows;
+}
+
 /* Contexts asked for, or the usual ones as far as the model goes. */
 static int choose_contexts(bench *b) {
     static const int32_t usual[] = {512, 8192, 32768, 131072};
@@ -556,37 +609,37 @@ static int choose_contexts(bench *b) {
         return ql_cli_fail(QL_EXIT_USAGE, "--contexts wants 1 to %d lengths, not %d", MAX_CONTEXTS, asked->n);
     }
     for (int32_t i = 0; i < asked->n; i++) {
-        const int32_t spare = (b->most_together - 1) * head_start(b, asked->v[i]);
-        if (asked->v[i] < 1 || asked->v[i] > b->info.max_ctx - b->n - spare) {
+        const int32_t n = most_ids(b, asked->v[i]);
+        if (asked->v[i] < 1 || asked->v[i] > b->info.max_ctx - n) {
             return ql_cli_fail(QL_EXIT_USAGE, "--contexts: %d and %d generated ids; the model's context is %d",
-                               asked->v[i], b->n + spare, b->info.max_ctx);
+                               asked->v[i], n, b->info.max_ctx);
         }
         b->context[b->n_context++] = asked->v[i];
     }
     for (int32_t i = 0; i < 4 && !b->args->has_contexts; i++) {
-        if (usual[i] <= b->info.max_ctx - b->n - (b->most_together - 1) * head_start(b, usual[i])) {
+        if (usual[i] <= b->info.max_ctx - most_ids(b, usual[i])) {
             b->context[b->n_context++] = usual[i];
         } else {
-            ql_cli_say("context %d is left out: with %d generated ids it is longer than the model's %d", usual[i], b->n,
-                       b->info.max_ctx);
+            ql_cli_say("context %d is left out: with %d generated ids it is longer than the model's %d", usual[i],
+                       most_ids(b, usual[i]), b->info.max_ctx);
         }
     }
     return b->n_context ? 0 : ql_cli_fail(QL_EXIT_USAGE, "no context fits: the model's is %d", b->info.max_ctx);
 }
 
-static int choose_together(bench *b) {
-    const ql_cli_ints *asked = &b->args->together;
-    if (b->args->has_together && (asked->n < 1 || asked->n > MOST_COUNTS)) {
-        return ql_cli_fail(QL_EXIT_USAGE, "--together wants 1 to %d numbers, not %d", MOST_COUNTS, asked->n);
+/* The numbers of --together or --rows; has: it was given. */
+static int choose_counts(struct counts *out, const char *option, bool has, const ql_cli_ints *asked) {
+    if (has && (asked->n < 1 || asked->n > MOST_COUNTS)) {
+        return ql_cli_fail(QL_EXIT_USAGE, "%s wants 1 to %d numbers, not %d", option, MOST_COUNTS, asked->n);
     }
-    b->most_together = 1;
+    out->most = 1;
     for (int32_t i = 0; i < asked->n; i++) {
         if (asked->v[i] < 1 || asked->v[i] > MAX_TOGETHER) {
-            return ql_cli_fail(QL_EXIT_USAGE, "--together wants numbers from 1 to %d, not %d", MAX_TOGETHER,
+            return ql_cli_fail(QL_EXIT_USAGE, "%s wants numbers from 1 to %d, not %d", option, MAX_TOGETHER,
                                asked->v[i]);
         }
-        b->together[b->n_together++] = asked->v[i];
-        b->most_together = asked->v[i] > b->most_together ? asked->v[i] : b->most_together;
+        out->v[out->n++] = asked->v[i];
+        out->most = asked->v[i] > out->most ? asked->v[i] : out->most;
     }
     return 0;
 }
@@ -617,8 +670,9 @@ static void find_embedding(bench *b) {
 }
 
 static int run_bench(bench *b, json_t **result) {
+    const ql_cli_args *args = b->args;
     ql_error err = {0};
-    int rc = ql_cli_fill_options(b->args, &b->opt, &b->kernels);
+    int rc = ql_cli_fill_options(args, &b->opt, &b->kernels);
     rc = rc ? rc : ql_cli_model(b->args, b->model, sizeof b->model);
     rc = rc || !b->args->out ? rc : ql_cli_folder("--out", b->args->out);
     if (rc) {
@@ -634,7 +688,8 @@ static int run_bench(bench *b, json_t **result) {
     }
     ql_checkpoint_get_info(b->ckpt, &b->info);
     find_embedding(b);
-    rc = choose_together(b);
+    rc = choose_counts(&b->together, "--together", args->has_together, &args->together);
+    rc = rc ? rc : choose_counts(&b->rows, "--rows", args->has_rows, &args->rows);
     rc = rc ? rc : choose_contexts(b);
     rc = rc ? rc : choose_runs(b);
     json_t *points = json_array();

@@ -33,13 +33,16 @@ static void print_cell(const json_t *v, double factor, int width, int digits, co
     }
 }
 
-/* Steps of several sequences at a context, where some were asked for. */
-static void print_together(const json_t *point) {
-    const json_t *steps = json_object_get(point, "together"), *s;
+/* Steps of several sequences, or of several rows of one, at a context, where some were asked for. */
+static void print_steps(const json_t *point, const char *name, const char *what, const char *one) {
+    const json_t *steps = json_object_get(point, name), *s;
     size_t i;
+    if (json_array_size(steps) > 0) {
+        printf("%s at context %d\n", name, (int)value(point, "context"));
+    }
     json_array_foreach(steps, i, s) {
-        printf("  %3d sequence%s %10.3f ms a step, %8.1f tok/s, %5.3f of the first\n", (int)value(s, "sequences"),
-               value(s, "sequences") == 1 ? " " : "s", value(s, "step_ms"), value(s, "tok_s"), value(s, "of_first"));
+        printf("  %3d %s %10.3f ms a step, %8.1f tok/s, %5.3f of the first\n", (int)value(s, what),
+               value(s, what) == 1 ? one : what, value(s, "step_ms"), value(s, "tok_s"), value(s, "of_first"));
     }
 }
 
@@ -64,10 +67,8 @@ void ql_cli_bench_table(const json_t *result) {
         print_phases(json_object_get(p, "phases"), "decode_ms", "an id");
     }
     json_array_foreach(points, i, p) {
-        if (json_array_size(json_object_get(p, "together")) > 0) {
-            printf("together at context %d\n", (int)value(p, "context"));
-            print_together(p);
-        }
+        print_steps(p, "together", "sequences", "sequence ");
+        print_steps(p, "rows", "rows", "row ");
     }
 }
 

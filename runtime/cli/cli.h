@@ -71,8 +71,8 @@ typedef struct ql_cli_texts {
 /* Values as given; "not given" is NULL, 0 entries, -1, NAN or false. */
 typedef struct ql_cli_args {
     const char *model, *prompt, *file, *ids_file, *dump, *out;
-    bool has_ids, has_devices, has_contexts, has_runs, has_together;
-    ql_cli_ints ids, devices, contexts, runs, together;
+    bool has_ids, has_devices, has_contexts, has_runs, has_together, has_rows;
+    ql_cli_ints ids, devices, contexts, runs, together, rows;
     int64_t n, lanes, seqs, ctx, chunk, mem, seed, top_k, wait_ms, init_ms;
     double temp, top_p, min_p, rep_pen, presence, frequency;
     int64_t device, kv, order; /* index into the option's list of names */

@@ -18,7 +18,8 @@ static const command commands[] = {
      "[options]",
      ql_cli_run},
     {"bench", QL_CMD_BENCH, "speeds over context, with all that makes them comparable",
-     "qlane bench [-m DIR] [--lanes N | --devices 0,1] [--contexts 512,8192] [-n N] [--runs N] [--together 1,4]\n"
+     "qlane bench [-m DIR] [--lanes N | --devices 0,1] [--contexts 512,8192] [-n N] [--runs N] [--together 1,4] "
+     "[--rows 1,4]\n"
      "            [--out DIR] [options]",
      ql_cli_bench},
     {"plan", QL_CMD_PLAN, "what each lane would hold and which contexts fit; needs no GPU",

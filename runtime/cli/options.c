@@ -72,6 +72,9 @@ static const option table[] = {
      NULL},
     {"--together", OPT_INTS, "1,4", 0, 0, false, NULL,
      "also time steps in which so many sequences generate, each number by itself", QL_CMD_BENCH, AT(together), NULL},
+    {"--rows", OPT_INTS, "1,4", 0, 0, false, NULL,
+     "also time steps of so many rows of one sequence, as the check of a draft has, each number by itself",
+     QL_CMD_BENCH, AT(rows), NULL},
     {"--lanes", OPT_INT, "N", 1, 64, false,
      "every usable GPU that the model allows, else 1 host lane; check: each of 1, 2, 4 and 8 in turn",
      "number of lanes; must divide the model's slice count", SHAPE_CMDS | QL_CMD_CHECK, AT(lanes), NULL},
@@ -501,6 +504,7 @@ int ql_cli_parse(ql_cli_args *args, enum ql_cli_command command, const char *com
         args->has_contexts |= o->at == AT(contexts);
         args->has_runs |= o->at == AT(runs);
         args->has_together |= o->at == AT(together);
+        args->has_rows |= o->at == AT(rows);
     }
     return 0;
 }
@@ -511,6 +515,7 @@ void ql_cli_args_deinit(ql_cli_args *args) {
     free(args->contexts.v);
     free(args->runs.v);
     free(args->together.v);
+    free(args->rows.v);
     free(args->stop.v);
     free(args->kernel.v);
     free(args->names.v);

@@ -29,6 +29,16 @@ print(all(abs(s['tok_s'] * s['step_ms'] - 1000 * s['sequences']) < 1e-2 for s in
 refuses "--together of none" 2 "--together wants numbers from 1 to 64, not 0" bench --device host --contexts 64 --together 0
 refuses "--together, too long" 2 "--contexts: 4086 and 11 generated ids; the model's context is 4096" \
     bench --device host --contexts 4086 -n 5 --together 3 --chunk 2048
+q bench --device host --contexts 64 -n 6 --runs 1 --chunk 64 --rows 1,4 --out "$tmp/rows"
+is "--rows: exit code" $rc 0
+is "--rows: a line for each number" "$(grep -cE '^ +(1 row |4 rows) +[0-9.]+ ms a step, +[0-9.]+ tok/s, +[0-9.]+ of the first$' "$tmp/out")" 2
+is "--rows: in the file" "$(python3 -c "
+import json
+t = json.load(open('$tmp/rows/bench.json'))['points'][0]['rows']
+print([s['rows'] for s in t], all(s['step_ms'] > 0 for s in t))")" "[1, 4] True"
+refuses "--rows of none" 2 "--rows wants numbers from 1 to 64, not 0" bench --device host --contexts 64 --rows 0
+refuses "--rows, too long" 2 "--contexts: 4086 and 21 generated ids; the model's context is 4096" \
+    bench --device host --contexts 4086 -n 5 --rows 1,4
 q bench --device host --contexts 64 -n 4 --runs 1 --json
 is "--json: exit code" $rc 0
 is "--json: one line" "$(wc -l <"$tmp/out")" 1
