@@ -176,8 +176,9 @@ static bool is_recurrence(int n_row, const ql_op *op, int n) {
  * `op` is what follows. */
 static bool can_be_in_parts(const struct builder *b, const struct product *p, int n_row, const ql_op *op, int n) {
     const struct plain_target *t = p->plain;
-    bool size = ceil_div(p->k, 256) > (PLAIN_CHUNKS - 1) * PLAIN_PARTS && p->k <= 256 * PLAIN_CHUNKS * PLAIN_PARTS &&
-                t[0].n + t[1].n <= PLAIN_ROWS && t[0].n + t[1].n <= b->blocks;
+    int rows = t[0].n + t[1].n;
+    bool size = plain_columns(p->k) <= 256 * PLAIN_CHUNKS && rows <= PLAIN_ROWS &&
+                ceil_div(rows, 4) * part_of_plain(p->k, 0).parts <= b->blocks;
     return p->n_plain == 2 && size && b->run->n_op + 2 < MAX_OPS && is_recurrence(n_row, op, n) &&
            ((op->u.gdn.a == t[0].y && op->u.gdn.b == t[1].y) || (op->u.gdn.a == t[1].y && op->u.gdn.b == t[0].y)) &&
            t[0].n == op->u.gdn.n_value_head && t[1].n == t[0].n;
@@ -332,6 +333,8 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     }
     int k = p.k / p.parts, x_bytes = a->n_row * (cols == 2 ? x_stride<2>(k, p.format) : x_stride<1>(k, p.format)) * 2 +
                                      (norm && !by_row ? k * 4 : 0);
+    int y_bytes = by_row && p.n_plain > 0 ? MAX_ROWS * plain_columns(p.k) * 4 : 0; /* before x is there */
+    x_bytes = x_bytes > y_bytes ? x_bytes : y_bytes;
     r->set_rows = a->n_row > 2 ? 4 : a->n_row;
     int all = (p.epilogue == GATED ? 2 : 1) * p.units, set = all * r->set_rows * 16;
     p.by_task = (int)ceil_div(1 << 16, all);
@@ -410,11 +413,11 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
     const struct plain_target *plain = last->product.plain;
     bool in_parts =
         r->n_row > NORMED_BY_ALL && last->kind == PRODUCT && last->product.norm && last->product.n_plain > 0;
-    int second = in_parts ? plain[0].n : 0;
+    int parts = in_parts ? part_of_plain(last->product.k, 0).parts : 0, second = in_parts ? plain[0].n : 0;
     recur->gdn = recurrence{*a,
                             g->z,
                             g->w,
-                            in_parts,
+                            (int16_t)parts,
                             (int16_t)(a->a == plain[0].y ? 0 : second),
                             (int16_t)(a->b == plain[0].y ? 0 : second),
                             g->y,

@@ -30,9 +30,9 @@ enum {
     PEND = 64,          /* residual numbers of a row that a block writes */
     NORMED_BY_ALL = 2,  /* rows that every block norms for itself; of more a block norms a row for all */
     MOST_ADDED = 4,     /* parts of a sum that such a block adds */
-    PLAIN_PARTS = 4,    /* of rows of plain weights where x is normed so, each of */
-    PLAIN_CHUNKS = 5,   /* so many times 256 columns, */
-    PLAIN_ROWS = 128,   /* of so many rows at most */
+    PLAIN_PARTS = 4,    /* of a row of plain weights, at most */
+    PLAIN_CHUNKS = 5,   /* of 256 columns, of a part at most where x is normed so, */
+    PLAIN_ROWS = 128,   /* and so many rows of plain weights */
     D = 128,
     SHARED_MAX = 227 * 1024
 };
@@ -111,7 +111,7 @@ struct product {
 struct recurrence {
     struct ql_gdn_args a;
     const float *z, *norm; /* z: NULL where who reads y multiplies with silu(z) */
-    bool in_parts;         /* a and b are in normed->plain, from these weight rows on */
+    int16_t parts;         /* of a and b, in normed->plain from these rows on; 0: they are where `a` has them */
     int16_t a_row, b_row;
     float *y;
     float eps;
@@ -239,6 +239,21 @@ __device__ __host__ constexpr int x_keep(int rows) { return rows > 2 ? 12 : 24; 
 
 /* Of those at most so many are multiplied with silu(z) as they are read; with `up`, which only one row is, all of them. */
 enum { TIMES_KEEP = 8 };
+
+/* A row of plain weights in parts of whole chunks of 256 columns, in the order of linear.cu's rows_kernel; chunks of part i. */
+struct plain_part {
+    int parts, begin, end;
+};
+__device__ __host__ __forceinline__ struct plain_part part_of_plain(int k, int i) {
+    int chunks = (k + 255) / 256, parts = chunks >= 16 ? 4 : chunks >= 8 ? 2 : 1;
+    return plain_part{parts, chunks * i / parts, i < parts ? chunks * (i + 1) / parts : chunks * i / parts};
+}
+
+/* Columns of the widest part. */
+__device__ __host__ __forceinline__ int plain_columns(int k) {
+    int parts = part_of_plain(k, 0).parts;
+    return 256 * ((k + 256 * parts - 1) / (256 * parts));
+}
 
 /* Warps that prepare a slice of x. */
 __device__ __host__ __forceinline__ int warps_of_slice(int slices) { return slices < N_WARP ? N_WARP / slices : 1; }

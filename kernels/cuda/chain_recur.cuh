@@ -60,15 +60,20 @@ __device__ __forceinline__ void recur(const struct run &r, struct shared *sh, co
         } else if (warp >= Q && warp <= NORM) {
             const float *x = (warp == NORM ? g.norm : u + ((warp == K ? a.n_key_head : 0) + key) * D) + lane;
             in = make_float4(load_fresh(x), load_fresh(x + 32), load_fresh(x + 64), load_fresh(x + 96));
-        } else if (warp == GATES && R > NORMED_BY_ALL && g.in_parts) {
-            float of_a[PLAIN_PARTS], of_b[PLAIN_PARTS];
+        } else if (warp == GATES && R > NORMED_BY_ALL && g.parts > 0) {
+            float of_a[PLAIN_PARTS], of_b[PLAIN_PARTS]; /* all loads before the first use */
 #pragma unroll
             for (int i = 0; i < PLAIN_PARTS; i++) {
-                of_a[i] = load_fresh(&r.normed->plain[i][row][g.a_row + j]);
-                of_b[i] = load_fresh(&r.normed->plain[i][row][g.b_row + j]);
+                of_a[i] = i < g.parts ? load_fresh(&r.normed->plain[i][row][g.a_row + j]) : 0.0f;
+                of_b[i] = i < g.parts ? load_fresh(&r.normed->plain[i][row][g.b_row + j]) : 0.0f;
             }
-            in.x = ((of_a[0] + of_a[1]) + of_a[2]) + of_a[3];
-            in.y = ((of_b[0] + of_b[1]) + of_b[2]) + of_b[3];
+            in.x = of_a[0];
+            in.y = of_b[0];
+#pragma unroll
+            for (int i = 1; i < PLAIN_PARTS; i++) {
+                in.x = i < g.parts ? in.x + of_a[i] : in.x;
+                in.y = i < g.parts ? in.y + of_b[i] : in.y;
+            }
         } else if (warp == GATES) {
             in.x = load_fresh(a.a + row * a.n_value_head + j);
             in.y = load_fresh(a.b + row * a.n_value_head + j);

@@ -131,14 +131,6 @@ __device__ __forceinline__ float add_parts(const float *p, int parts, int stride
     return v;
 }
 
-/* Chunks of 256 columns of a plain row that a warp multiplies, in the order of linear.cu's rows_kernel. */
-struct plain_part {
-    int parts, begin, end; /* parts: warps that share the row */
-};
-__device__ __forceinline__ struct plain_part part_of_plain(int k, int warp) {
-    int chunks = (k + 255) / 256, parts = chunks >= 16 ? 4 : chunks >= 8 ? 2 : 1;
-    return plain_part{parts, chunks * warp / parts, warp < parts ? chunks * (warp + 1) / parts : chunks * warp / parts};
-}
 /* Eight weights of each of five chunks from `first` on; all loads before the first use. */
 __device__ __forceinline__ void load_plain(const uint8_t *w, int first, int end, int k, int lane, uint4 (&raw)[5]) {
 #pragma unroll
@@ -460,9 +452,9 @@ struct plain_share {
 };
 __device__ __forceinline__ struct plain_share share_of_plain(const struct product &p) {
     int i = (int)(gridDim.x - 1 - blockIdx.x), n = p.n_plain > 0 ? p.plain[0].n + p.plain[1].n : 0;
-    const auto [parts, c0, c1] = part_of_plain(p.k, i % PLAIN_PARTS);
-    int row0 = i / PLAIN_PARTS * 4;
-    return plain_share{i % PLAIN_PARTS, row0, 256 * c0, row0 < n ? min(256 * c1, p.k) - 256 * c0 : 0};
+    int parts = part_of_plain(p.k, 0).parts, part = i % parts, row0 = i / parts * 4;
+    const struct plain_part at = part_of_plain(p.k, part);
+    return plain_share{part, row0, 256 * at.begin, row0 < n ? min(256 * at.end, p.k) - 256 * at.begin : 0};
 }
 
 /* The normed rows that blocks have left for all, behind so many edges, and this block's share of products with plain weights: of its
