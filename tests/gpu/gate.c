@@ -202,6 +202,20 @@ static void bits(void **state) {
     fflush(stdout);
 }
 
+/* Steps of several rows of one sequence give the bits of steps of one. */
+static void rows_of_one(void **state) {
+    enum { N_PROMPT = 70, N = 23 };
+    const ql_gate_job *j = *state;
+    ql_gate_need_gpus(j);
+    int32_t prompt[N_PROMPT], forced[N];
+    ql_test_ids(5, j->model->vocab, prompt, N_PROMPT);
+    ql_test_ids(6, j->model->vocab, forced, N);
+    ql_request r = ql_test_request(prompt, N_PROMPT, N);
+    r.ignore_eos = 1;
+    ql_options o = ql_gate_options(j);
+    ql_test_steps_of_rows(&o, &r, forced, N);
+}
+
 /* Lanes on GPUs in another order than the GPUs' own. */
 static void permuted_devices(void **state) {
     const ql_gate_job *j = *state;
@@ -488,6 +502,8 @@ static void list_tests(void) {
             }
             add("bits", bits, m, m->lanes[l], &modes[1]);
             add("bits", bits, m, m->lanes[l], &modes[2]);
+            add("rows_of_one", rows_of_one, m, m->lanes[l], &modes[1]);
+            add("rows_of_one", rows_of_one, m, m->lanes[l], &modes[2]);
             add("bits_of_lanes", bits_of_lanes, m, m->lanes[l], &modes[N_MODE - 1]);
             add("held_and_moved", held_and_moved, m, m->lanes[l], &modes[N_MODE - 1]);
             add("verify", ql_gate_verify, m, m->lanes[l], &modes[N_MODE - 1]);

@@ -1,5 +1,7 @@
 #include "tests/model/bits.h"
 
+#include "runtime/engine/test_hooks.h"
+
 ql_test_answer ql_test_take(ql_result *res) {
     ql_test_answer a = {.crc = res->logits_crc32, .n = res->n_ids};
     assert_int_equal(res->has_crc, 1);
@@ -81,6 +83,32 @@ void ql_test_eight_together(const ql_options *o, const ql_test_eight *eight, con
     for (int32_t i = 0; i < QL_TEST_EIGHT; i++) {
         got = ql_test_take(ql_test_wait(engine, id[i]));
         ql_test_same(&got, &want[i], o, "in a batch of 8", i);
+    }
+    ql_test_assert_idle(engine);
+    ql_engine_close(&engine);
+}
+
+void ql_test_steps_of_rows(const ql_options *o, const ql_request *r, const int32_t *forced, int32_t n) {
+    enum { MOST = 5 };
+    const ql_test_hooks hooks = {.force_ids = forced, .n_force = n};
+    ql_options wide = *o;
+    wide.max_seqs = MOST;
+    ql_engine *engine = ql_test_open_hooked(&wide, &hooks);
+    ql_request rows = *r;
+    rows.crc = 1;
+    ql_test_answer want = ql_test_take(ql_test_generate(engine, &rows));
+    assert_memory_equal(want.ids, forced, (size_t)(want.n < n ? want.n : n) * sizeof *forced);
+    for (rows.step_rows = 2; rows.step_rows <= MOST; rows.step_rows++) {
+        for (int company = 0; company < 2; company++) {
+            ql_request_id id[2];
+            for (int i = 0; i <= company; i++) {
+                id[i] = ql_test_submit(engine, &rows);
+            }
+            for (int i = 0; i <= company; i++) {
+                ql_test_answer got = ql_test_take(ql_test_wait(engine, id[i]));
+                ql_test_same(&got, &want, &wide, company ? "as rows beside rows" : "as rows", rows.step_rows);
+            }
+        }
     }
     ql_test_assert_idle(engine);
     ql_engine_close(&engine);

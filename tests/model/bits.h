@@ -35,4 +35,8 @@ void ql_test_eight_alone(const ql_options *o, const ql_test_eight *eight, ql_tes
 /* On an engine of `o`: the first request alone, then all eight together, must give the answers in `want`. */
 void ql_test_eight_together(const ql_options *o, const ql_test_eight *eight, const ql_test_answer want[QL_TEST_EIGHT]);
 
+/* With `forced` as the first n generated ids, steps of two to five rows of one sequence, alone and beside another such, must give the
+ * answers of steps of one row. `r` has no step_rows yet. */
+void ql_test_steps_of_rows(const ql_options *o, const ql_request *r, const int32_t *forced, int32_t n);
+
 #endif

@@ -718,46 +718,21 @@ static void split_characters(void **state) {
     free(ids);
 }
 
-/* Steps of several rows give the ids, log probabilities and logits that steps of one give behind the same ids, up to an end inside a
- * draft; of two sequences both. Without ids to force, a draft is copies of the id before it. */
+/* Steps of several rows, up to an end inside a draft; without ids to force, a draft is copies of the id before it. */
 static void steps_of_several_rows(void **state) {
     (void)state;
-    enum { N = 15, EOS = 1315 };
-    static const int32_t forced[N] = {5, 900, 77, 77, 12, 3, 1000, 41, 8, 650, 99, 21, EOS, 7, 300};
-    const ql_test_hooks hooks = {.force_ids = forced, .n_force = N};
+    enum { EOS = 1315 };
+    static const int32_t forced[] = {5, 900, 77, 77, 12, 3, 1000, 41, 8, 650, 99, 21, EOS, 7, 300};
     ql_options o = ql_test_options(tiny(), 1);
+    ql_request r = ql_test_ask("Once upon a time", 15);
+    ql_test_steps_of_rows(&o, &r, forced, 15); /* ends at EOS */
+    r.ignore_eos = 1;
+    ql_test_steps_of_rows(&o, &r, forced, 15);
     o.max_seqs = 5;
-    ql_engine *engine = ql_test_open_hooked(&o, &hooks);
-    for (int to_eos = 0; to_eos < 2; to_eos++) {
-        ql_request r = ql_test_ask("Once upon a time", N);
-        r.ignore_eos = !to_eos;
-        r.crc = 1;
-        ql_result *one = ql_test_generate(engine, &r);
-        assert_int_equal(one->n_ids, to_eos ? 13 : N);
-        assert_memory_equal(one->ids, forced, (size_t)one->n_ids * sizeof *forced);
-        for (r.step_rows = 2; r.step_rows <= 5; r.step_rows++) {
-            ql_request_id id[2];
-            for (int i = 0; i < 2; i++) {
-                id[i] = ql_test_submit(engine, &r);
-            }
-            for (int i = 0; i < 2; i++) {
-                ql_result *res = ql_test_wait(engine, id[i]);
-                assert_int_equal(res->finish, one->finish);
-                assert_int_equal(res->n_ids, one->n_ids);
-                assert_memory_equal(res->ids, one->ids, (size_t)one->n_ids * sizeof *one->ids);
-                assert_memory_equal(res->logprobs, one->logprobs, (size_t)one->n_ids * sizeof *one->logprobs);
-                assert_int_equal(res->logits_crc32, one->logits_crc32);
-                ql_result_free(res);
-            }
-        }
-        ql_result_free(one);
-    }
-    ql_engine_close(&engine);
-    engine = ql_test_open(&o);
-    ql_request r = ql_test_ask("Once upon a time", 14); /* one of the prompt, three steps of four rows, one of one */
+    ql_engine *engine = ql_test_open(&o);
     ql_error err = {0};
     ql_request_id id;
-    r.ignore_eos = 1;
+    r.max_new = 14; /* one of the prompt, three steps of four rows, one of one */
     r.step_rows = 4;
     ql_result *res = ql_test_generate(engine, &r);
     assert_int_equal(res->n_ids, 14);
