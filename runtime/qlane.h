@@ -223,11 +223,11 @@ typedef struct ql_request {
     int32_t crc;             /* nonzero: compute ql_result.logits_crc32 (copies logits to the host) */
     ql_probe_fn probe;       /* NULL: none. Slow; keeps the prompt's intermediate rows */
     void *probe_user;
-    int32_t detach; /* nonzero: nobody will ql_wait; the result is dropped after the last callback */
-    int32_t
-        step_rows; /* for measuring: rows of a generation step, 1 (default, as 0) to max_seqs. Those behind the first are
-                        * a draft, copies of the last id, and taken whatever the model chooses: the text means nothing, a
-                        * step costs what the check of a draft does. Fewer where other sequences leave no room */
+    int32_t detach;    /* nonzero: nobody will ql_wait; the result is dropped after the last callback */
+    int32_t step_rows; /* for measuring: rows of a generation step, 1 (default, as 0) to max_seqs; above 1 no penalties.
+                        * Those behind the first are a draft, copies of the last id, and taken whatever the model chooses,
+                        * whose log probability is still reported: the text means nothing, a step costs what the check of
+                        * a draft does. Fewer where other sequences leave no room */
 } ql_request;
 
 QL_API ql_request ql_request_default(void);

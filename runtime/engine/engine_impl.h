@@ -85,8 +85,8 @@ struct ql_seq {
 ql_status ql_seq_create(ql_seq **seq, const ql_engine *engine, const ql_request *request, ql_error *err);
 void ql_seq_free(ql_seq *seq);
 
-/* What the sampler needs to know for the next id. */
-void ql_seq_sample_row(const ql_seq *seq, int32_t k_full, ql_sample_row *row);
+/* What the sampler needs to know for the next id, or for the one behind n_draft ids of a draft. */
+void ql_seq_sample_row(const ql_seq *seq, int32_t n_draft, int32_t k_full, ql_sample_row *row);
 
 /* Takes the next id; sets seq->finish when it is the last. `out` gets the text that may be shown now. */
 ql_status ql_seq_accept(ql_seq *seq, const ql_engine *engine, int32_t id, float logprob, ql_error *err);

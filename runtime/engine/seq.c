@@ -140,6 +140,11 @@ static ql_status take_options(ql_seq *seq, const ql_engine *e, const ql_request 
         return ql_fail(err, QL_ERR_USAGE, "step_rows is %d; accepted are 0 to %d, the engine's max_seqs", r->step_rows,
                        e->limits.max_seq);
     }
+    if (r->step_rows > 1 && penalised(&seq->sampling)) {
+        return ql_fail(err, QL_ERR_USAGE,
+                       "step_rows is %d in a request with penalties, which count no draft; accepted are 0 and 1",
+                       r->step_rows);
+    }
     seq->step_rows = r->step_rows > 0 ? r->step_rows : 1;
     seq->ignore_eos = r->ignore_eos != 0;
     seq->crc = r->crc != 0;
@@ -207,7 +212,7 @@ void ql_seq_free(ql_seq *seq) {
 
 /* ---- one id after another ------------------------------------------------------------------------------------- */
 
-void ql_seq_sample_row(const ql_seq *seq, int32_t k_full, ql_sample_row *row) {
+void ql_seq_sample_row(const ql_seq *seq, int32_t n_draft, int32_t k_full, ql_sample_row *row) {
     const ql_sampling *s = &seq->sampling;
     int32_t k = s->temperature == 0 ? 1 : s->top_k == 0 || s->top_k > k_full ? k_full : s->top_k;
     *row = (ql_sample_row){
@@ -220,7 +225,7 @@ void ql_seq_sample_row(const ql_seq *seq, int32_t k_full, ql_sample_row *row) {
         .top_k = s->top_k,
         .k = k,
         .seed = s->seed,
-        .counter = (uint64_t)seq->n_ids,
+        .counter = (uint64_t)seq->n_ids + (uint64_t)n_draft,
     };
 }
 

@@ -61,11 +61,11 @@ static void add_segment(ql_engine *e, block_view *v, ql_seq *seq, const int32_t 
     v->seg_row[s->n_seg] = s->n_row;
 }
 
-/* Asks for logits and an id of a row. */
-static void add_output(ql_engine *e, block_view *v, ql_seq *seq, int32_t of_row) {
+/* Asks for logits and an id of a row, which has n_draft ids of a draft before it and with it. */
+static void add_output(ql_engine *e, block_view *v, ql_seq *seq, int32_t of_row, int32_t n_draft) {
     ql_step *s = &e->step;
     ql_sample_row *row = &v->sample[s->n_out];
-    ql_seq_sample_row(seq, ql_model_k_full(&e->ckpt->config, e->n_lane), row);
+    ql_seq_sample_row(seq, n_draft, ql_model_k_full(&e->ckpt->config, e->n_lane), row);
     row->penalty0 = s->n_penalty;
     row->n_penalty = seq->n_seen;
     if (seq->n_seen > 0) {
@@ -99,7 +99,7 @@ bool ql_step_build_prompt(ql_engine *e) {
         }
         add_segment(e, &v, seq, seq->prompt + seq->n_done, seq->n_done, n);
         if (seq->n_done + n == seq->n_prompt) {
-            add_output(e, &v, seq, s->n_row - 1);
+            add_output(e, &v, seq, s->n_row - 1, 0);
         }
         if (seq->probe) {
             if (e->limits.mtp) {
@@ -133,8 +133,8 @@ bool ql_step_build_gen(ql_engine *e) {
             spare -= draft;
             write_draft(e, seq, draft);
             add_segment(e, &v, seq, &seq->ids[seq->n_ids - 1], seq->n_prompt + seq->n_ids - 1, 1 + draft);
-            for (int32_t row = row0; row < e->step.n_row; row++) {
-                add_output(e, &v, seq, row);
+            for (int32_t i = 0; i <= draft; i++) {
+                add_output(e, &v, seq, row0 + i, i);
             }
         }
     }

@@ -718,7 +718,18 @@ static void split_characters(void **state) {
     free(ids);
 }
 
-/* Steps of several rows, up to an end inside a draft; without ids to force, a draft is copies of the id before it. */
+/* Where logits end that came row by row; -1 where one was missing or came twice. */
+static void follow_logits(void *user, ql_probe_kind kind, int32_t layer, int32_t row0, int32_t n_row, int32_t width,
+                          const float *values) {
+    (void)layer, (void)width, (void)values;
+    int32_t *end = user;
+    if (kind == QL_PROBE_LOGITS) {
+        *end = *end == row0 ? row0 + n_row : -1;
+    }
+}
+
+/* Steps of several rows, up to an end inside a draft; without ids to force, a draft is copies of the id before it. Events and probed
+ * logits come for every id. Penalties, which would have to count a draft's ids, are refused. */
 static void steps_of_several_rows(void **state) {
     (void)state;
     enum { EOS = 1315 };
@@ -734,8 +745,14 @@ static void steps_of_several_rows(void **state) {
     ql_request_id id;
     r.max_new = 14; /* one of the prompt, three steps of four rows, one of one */
     r.step_rows = 4;
-    ql_result *res = ql_test_generate(engine, &r);
+    seen s = {0};
+    int32_t end = 0;
+    r.probe = follow_logits;
+    r.probe_user = &end;
+    ql_result *res = ql_test_wait(engine, submit_seen(engine, &r, &s));
+    check_seen(&s, res);
     assert_int_equal(res->n_ids, 14);
+    assert_int_equal(end, res->n_prompt + 13);
     for (int i = 1; i < 13; i++) {
         assert_true(i % 4 == 0 || res->ids[i] == res->ids[i - 1]);
     }
@@ -743,6 +760,11 @@ static void steps_of_several_rows(void **state) {
     r.step_rows = 6;
     assert_int_equal(ql_submit(engine, &r, NULL, NULL, &id, &err), QL_ERR_USAGE);
     assert_string_equal(err.text, "step_rows is 6; accepted are 0 to 5, the engine's max_seqs");
+    r.step_rows = 4;
+    r.sampling.presence_penalty = 0.5f;
+    assert_int_equal(ql_submit(engine, &r, NULL, NULL, &id, &err), QL_ERR_USAGE);
+    assert_string_equal(err.text,
+                        "step_rows is 4 in a request with penalties, which count no draft; accepted are 0 and 1");
     ql_engine_close(&engine);
 }
 
