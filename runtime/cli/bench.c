@@ -3,7 +3,8 @@
  * Every context is measured in processes of its own, forked before this one has touched a device, so that each run pays for
  * opening, loading and first launches as a user does; medians are of such runs. One process before them measures the
  * phases, which slows it down and is kept out of the speeds; it is also the one to find out what cannot run. Steps of several
- * sequences are timed by others, whose engines are larger. A process hands its numbers over a pipe as JSON.
+ * sequences, or of several rows of one, are timed by others, whose engines are larger. A process hands its numbers over a
+ * pipe as JSON.
  */
 #include "runtime/cli/cli.h"
 
@@ -248,7 +249,7 @@ static double step_of(const bench *b, ql_engine *engine, int32_t ctx, const int3
 }
 
 /* Ids of one sequence whose steps have n rows: one of the prompt, then n a step. */
-static int32_t ids_of_rows(const bench *b, int32_t n) { return 1 + n * b->n; }
+static int64_t ids_of_rows(const bench *b, int32_t n) { return 1 + (int64_t)n * b->n; }
 
 static void on_row(void *user, const ql_event *event) {
     round_of *r = user;
@@ -266,7 +267,7 @@ static double step_of_rows(const bench *b, ql_engine *engine, int32_t ctx, const
     ql_result *res = NULL;
     req.ids = ids;
     req.n_ids = ctx;
-    req.max_new = ids_of_rows(b, n);
+    req.max_new = (int32_t)ids_of_rows(b, n);
     req.model_sampling = 0;
     req.ignore_eos = 1;
     req.step_rows = n;
@@ -304,7 +305,7 @@ static int measure(const bench *b, int32_t ctx, enum what what, int fd) {
     ql_options opt = b->opt;
     const int32_t n = what == TOGETHER ? b->together.most : 1;
     opt.max_seqs = what == ROWS ? b->rows.most : n;
-    opt.ctx = ctx + (what == ROWS ? ids_of_rows(b, b->rows.most) : b->n + (n - 1) * head_start(b, ctx));
+    opt.ctx = ctx + (what == ROWS ? (int32_t)ids_of_rows(b, b->rows.most) : b->n + (n - 1) * head_start(b, ctx));
     opt.log = ql_cli_log;
     opt.log_user = &logger;
     opt.measure = what == SPEED;
@@ -595,9 +596,9 @@ static json_t *provenance(const bench *b) {
 /* ---- the command --------------------------------------------------------------------------------------------------- */
 
 /* Ids generated behind a prompt at most, all measurements taken together. */
-static int32_t most_ids(const bench *b, int32_t ctx) {
-    int32_t together = b->n + (b->together.most - 1) * head_start(b, ctx);
-    int32_t rows = b->rows.n > 0 ? ids_of_rows(b, b->rows.most) : 0;
+static int64_t most_ids(const bench *b, int32_t ctx) {
+    int64_t together = b->n + (int64_t)(b->together.most - 1) * head_start(b, ctx);
+    int64_t rows = b->rows.n > 0 ? ids_of_rows(b, b->rows.most) : 0;
     return together > rows ? together : rows;
 }
 
@@ -609,10 +610,10 @@ static int choose_contexts(bench *b) {
         return ql_cli_fail(QL_EXIT_USAGE, "--contexts wants 1 to %d lengths, not %d", MAX_CONTEXTS, asked->n);
     }
     for (int32_t i = 0; i < asked->n; i++) {
-        const int32_t n = most_ids(b, asked->v[i]);
+        const int64_t n = most_ids(b, asked->v[i]);
         if (asked->v[i] < 1 || asked->v[i] > b->info.max_ctx - n) {
-            return ql_cli_fail(QL_EXIT_USAGE, "--contexts: %d and %d generated ids; the model's context is %d",
-                               asked->v[i], n, b->info.max_ctx);
+            return ql_cli_fail(QL_EXIT_USAGE, "--contexts: %d and %lld generated ids; the model's context is %d",
+                               asked->v[i], (long long)n, b->info.max_ctx);
         }
         b->context[b->n_context++] = asked->v[i];
     }
@@ -620,8 +621,8 @@ static int choose_contexts(bench *b) {
         if (usual[i] <= b->info.max_ctx - most_ids(b, usual[i])) {
             b->context[b->n_context++] = usual[i];
         } else {
-            ql_cli_say("context %d is left out: with %d generated ids it is longer than the model's %d", usual[i],
-                       most_ids(b, usual[i]), b->info.max_ctx);
+            ql_cli_say("context %d is left out: with %lld generated ids it is longer than the model's %d", usual[i],
+                       (long long)most_ids(b, usual[i]), b->info.max_ctx);
         }
     }
     return b->n_context ? 0 : ql_cli_fail(QL_EXIT_USAGE, "no context fits: the model's is %d", b->info.max_ctx);

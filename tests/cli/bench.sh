@@ -35,8 +35,11 @@ is "--rows: a line for each number" "$(grep -cE '^ +(1 row |4 rows) +[0-9.]+ ms 
 is "--rows: in the file" "$(python3 -c "
 import json
 t = json.load(open('$tmp/rows/bench.json'))['points'][0]['rows']
-print([s['rows'] for s in t], all(s['step_ms'] > 0 for s in t))")" "[1, 4] True"
+print([s['rows'] for s in t], all(abs(s['tok_s'] * s['step_ms'] - 1000 * s['rows']) < 1e-2 for s in t), abs(t[1]['of_first'] - t[1]['step_ms'] / t[0]['step_ms']) < 1e-6)")" "[1, 4] True True"
 refuses "--rows of none" 2 "--rows wants numbers from 1 to 64, not 0" bench --device host --contexts 64 --rows 0
+refuses "--rows of more ids than 32 bits count" 2 "--contexts: 64 and 128000000001 generated ids; the model's context is 4096" \
+    bench --device host --contexts 64 -n 2000000000 --rows 64
+refuses "--rows of too many" 2 "--rows wants numbers from 1 to 64, not 65" bench --device host --rows 1,65
 refuses "--rows, too long" 2 "--contexts: 4086 and 21 generated ids; the model's context is 4096" \
     bench --device host --contexts 4086 -n 5 --rows 1,4
 q bench --device host --contexts 64 -n 4 --runs 1 --json
