@@ -443,9 +443,9 @@ static ql_status compute(ql_model *m, const ql_step *step, const ql_batch *b, in
 
 /* ---- recorded steps ------------------------------------------------------------------------------------------- */
 
-/* Every row of a generation step has an output, so its launches depend on how many rows and sequences it has, its candidate count and the
- * ctx of its batch alone; all else is in device memory. So each such shape is recorded once and replayed. It runs plainly the first time,
- * when the device may still load code. */
+/* Every row of a generation step has an output, so its launches depend on how many rows and sequences it has, its candidate
+ * count and the ctx of its batch alone; how many rows are whose, as all else, is in device memory. So each such shape is
+ * recorded once and replayed. It runs plainly the first time, when the device may still load code. */
 static ql_status run_recorded(ql_model *m, const ql_step *step, const ql_batch *b, int64_t *mark) {
     const ql_ops *ops = m->dev->ops;
     ql_recording *r = NULL;
