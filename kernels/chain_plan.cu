@@ -173,7 +173,8 @@ static bool is_recurrence(int n_row, const ql_op *op, int n) {
 }
 
 /* Products of many normed rows with plain weights are left in parts, which the recurrence behind adds: they have to be its a and b.
- * `op` is what follows. */
+ * `op` is what follows. Not of widths between 1,280 and 1,793 columns or 2,560 and 3,841, nor where the shares are more than the
+ * blocks: such layers run one by one. */
 static bool can_be_in_parts(const struct builder *b, const struct product *p, int n_row, const ql_op *op, int n) {
     const struct plain_target *t = p->plain;
     int rows = t[0].n + t[1].n;
@@ -234,7 +235,7 @@ static int take_product(struct builder *b, const ql_op *op, int n) {
     }
     if (norm) {
         if (norm->y != a->x || norm->ldy != a->ldx || norm->n != p.k || norm->n_row != a->n_row || p.n_slice != 1 ||
-            p.k > NORM_KEEP * NORM_THREADS || p.k / b->blocks >= PEND) {
+            p.k > NORM_KEEP * NORM_THREADS || (!by_row && p.k / b->blocks >= PEND)) {
             return 0;
         }
         p.x = norm->x;
@@ -413,15 +414,9 @@ static int take_recurrence(struct builder *b, const ql_op *op, int n) {
     const struct plain_target *plain = last->product.plain;
     bool in_parts =
         r->n_row > NORMED_BY_ALL && last->kind == PRODUCT && last->product.norm && last->product.n_plain > 0;
-    int parts = in_parts ? part_of_plain(last->product.k, 0).parts : 0, second = in_parts ? plain[0].n : 0;
-    recur->gdn = recurrence{*a,
-                            g->z,
-                            g->w,
-                            (int16_t)parts,
-                            (int16_t)(a->a == plain[0].y ? 0 : second),
-                            (int16_t)(a->b == plain[0].y ? 0 : second),
-                            g->y,
-                            g->eps};
+    int parts = in_parts ? part_of_plain(last->product.k, 0).parts : 0;
+    auto row_of = [&](const float *y) { return (int16_t)(in_parts && y != plain[0].y ? plain[0].n : 0); };
+    recur->gdn = recurrence{*a, g->z, g->w, (int16_t)parts, row_of(a->a), row_of(a->b), g->y, g->eps};
     if (early) {
         recur->early = tell_early(r, &last->product, last->product.target[0].row_tiles);
         deal_beside(b, &last->product, r->n_seg * a->n_value_head);

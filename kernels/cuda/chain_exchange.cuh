@@ -3,11 +3,12 @@
  * A row-parallel product ends in sums that are parts of the tree of docs/design.md: the finishing warp stores each at the same
  * place in every lane's memory. After a block's last one it raises its lane's counter in each of them (release, system scope). A
  * block of the next op waits until its own GPU's blocks and those of every other lane have arrived, and reads the parts of all
- * lanes as it would read the parts of one: their order is the tree's, so the bits are those of one lane.
+ * lanes as it would read the parts of one: their order is the tree's, so the bits are those of one lane. Where a block each norms a
+ * row for all, those blocks do so, and the others know it by the edge behind the norm, which none may pass by.
  *
  * Counters only rise, so a recorded step can be replayed; how many exchanges there were is kept on the device. Parts of two
  * exchanges in a row lie apart. A lane writes those of exchange e + 2 after all blocks of all lanes have arrived at e + 1, and
- * each of those had read e by then: so nothing is overwritten that is still needed.
+ * each of those had read e by then, or has passed an edge behind who did: so nothing is overwritten that is still needed.
  *
  * Blocks wait for blocks of other GPUs: every lane runs the same chain, all of whose blocks are on their SMs. A wait sees when
  * another thread wants this lane to let go, and knows a deadline. Giving up is for good: the block and all blocks of this GPU

@@ -322,8 +322,8 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
 }
 
 /* Residual addition and norm of one of many rows, for all blocks (struct normed); a thread has four columns of each 4 N_THREAD.
- * Sums are those of norm.cu: eight warps add, since that order is theirs, from `stage`, k numbers in shared memory. Nobody else reads
- * or writes this row of x in the run. `wait` returns when delta is there. */
+ * Sums are those of norm.cu: eight warps add, since that order is theirs, from `stage`, k numbers in shared memory. `wait` returns
+ * when delta is there; from then until the edge behind the norm nobody else reads or writes this row of x. */
 template <int COLS, typename F>
 __device__ __forceinline__ void norm_row(const struct run &r, const struct product &p, int row, float *stage,
                                          struct shared *sh, F wait) {
