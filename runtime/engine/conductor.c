@@ -227,10 +227,11 @@ static void take_output(ql_engine *e, int32_t out) {
                               .text = seq->out.data,
                               .text_bytes = seq->out.len});
     }
-    if (status != QL_OK || seq->finish != QL_FINISH_NONE) {
-        for (int32_t i = out + 1; i < e->step.n_out && e->out_seq[i] == seq; i++) {
-            e->out_seq[i] = NULL; /* a draft goes on behind the end */
-        }
+    bool over = status != QL_OK || seq->finish != QL_FINISH_NONE;
+    for (int32_t i = out + 1; i < e->step.n_out && e->out_seq[i] == seq && (over || cancelled(seq)); i++) {
+        e->out_seq[i] = NULL; /* a draft goes on behind the end */
+    }
+    if (over) {
         unlink_active(e, seq);
         end(e, seq, status == QL_OK ? NULL : &err);
     }
