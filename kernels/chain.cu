@@ -151,12 +151,12 @@ template <int R> __device__ void fetch(const struct run &r, struct shared *sh, u
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
-/* A unit of n tiles: codes, scales and x are shared addresses of this lane's first; into [16][set_rows]. t, row0 and first tell
- * block scales apart. */
+/* A unit of n tiles: codes, scales and x are shared addresses of this lane's first, and x of the next tile is x_tile bytes further;
+ * into [16][set_rows]. t, row0 and first tell block scales apart. */
 template <int FMT, int COLS>
 __device__ __forceinline__ void compute(const struct chain_target &t, int row0, int first, int n, uint32_t codes,
-                                        uint32_t scales, uint32_t x, int n_row, int set_rows, int k, float *out,
-                                        int lane) {
+                                        uint32_t scales, uint32_t x, int x_tile, int n_row, int set_rows, int k,
+                                        float *out, int lane) {
     constexpr int KT = tile_k(FMT);
     constexpr bool FP4 = FMT == QL_FORMAT_NVFP4, BLOCK = FMT == QL_FORMAT_FP8_BLOCK;
     const float *bs = NULL, *bs8 = NULL;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
             }
         }
         i += N;
-        x += N * KT * 2 * COLS;
+        x += N * x_tile;
         codes += N * TILE_BYTES;
         scales += N * TILE_SCALE_BYTES;
     };
@@ -257,10 +257,14 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, units = p.units, all = all_units(p), by_task = p.by_task;
     int stages = p.epilogue == GATED ? 2 * p.stages : p.stages, end = p.task0 + p.tasks;
     uint32_t steps = distances(warp);
-    int column =
-        min(lane >> 2, r.n_row * COLS - 1); /* results of the columns that there are not depend on them alone */
+    /* Results of the columns that there are not depend on them alone. Zeros there take less power than any other numbers. */
+    int column = min(lane >> 2, r.n_row * COLS - 1), x_tile = KT * 2 * COLS;
     uint32_t x = shared_address(room + r.x_at) + column / COLS * (x_stride<COLS>(p.k >> p.log_parts, FMT) * 2) +
                  (COLS == 2 ? (lane & 3) * 32 + column % 2 * 16 : (lane & 3) * (KT / 2));
+    if (R <= ZEROS_ROWS && column < lane >> 2) {
+        x = shared_address(room + r.zeros_at);
+        x_tile = 0;
+    }
     if (threadIdx.x == 0) {
         *(volatile int *)&sh->at_product = sh->at_op[0];
     }
@@ -300,7 +304,7 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
         barrier_wait(shared_address(&sh->full[slot]), turn & 1);
         compute<FMT, COLS>(q.t ? *q.t : p.target[0], q.row_tile * TILE_ROWS, q.part * tile_of(p, units) + first, tiles,
                            slot_at + skip * TILE_BYTES + fresh_lane * 16,
-                           slot_at + SCALES_AT + skip * TILE_SCALE_BYTES + fresh_lane * 2, x + first * (KT * 2 * COLS),
+                           slot_at + SCALES_AT + skip * TILE_SCALE_BYTES + fresh_lane * 2, x + first * x_tile, x_tile,
                            r.n_row, r.set_rows, p.k,
                            (float *)(room + r.sets_at) + set * r.set_floats + u * r.set_rows * 16, fresh_lane);
         __syncwarp();
@@ -470,6 +474,9 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
             sh->seg_pos[i] = args.seg_pos[i];
             sh->seg_slot[i] = args.seg_slot[i];
         }
+    }
+    if (args.n_row <= ZEROS_ROWS && threadIdx.x < ZEROS / 16) {
+        ((uint4 *)(room + args.zeros_at))[threadIdx.x] = make_uint4(0, 0, 0, 0);
     }
     if (threadIdx.x == 0) {
 #pragma unroll 1

@@ -452,7 +452,8 @@ ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t round
     r.n_slot = 1; /* nothing is fetched */
     r.by_slot = 1 << 16;
     r.set_rows = 1;
-    r.x_at = r.extras_at = r.sets_at = r.room_bytes = RING_AT;
+    r.x_at = r.zeros_at = r.extras_at = r.sets_at = RING_AT;
+    r.room_bytes = RING_AT + ZEROS;
     b.parts_stride = n;
     b.n_parts = r.lanes.n_lane;
     b.parts = sums_of(&b);
@@ -490,15 +491,17 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
         }
     }
     int x_bytes = (b.x_bytes + 127) / 128 * 128, extra_bytes = ahead_of(r.n_row) * r.extra_bytes,
-        set_bytes = ahead_of(r.n_row) * r.set_floats * (int)sizeof(float);
-    r.n_slot = (SHARED_MAX - RING_AT - x_bytes - extra_bytes - set_bytes) / SLOT_BYTES;
+        set_bytes = ahead_of(r.n_row) * r.set_floats * (int)sizeof(float),
+        zero_bytes = r.n_row <= ZEROS_ROWS ? ZEROS : 0;
+    r.n_slot = (SHARED_MAX - RING_AT - x_bytes - zero_bytes - extra_bytes - set_bytes) / SLOT_BYTES;
     r.n_slot = r.n_slot < MAX_SLOTS ? r.n_slot : MAX_SLOTS;
     if (products == 0 || r.n_slot < IN_FLIGHT) {
         *taken = 0;
         return QL_OK;
     }
     r.x_at = RING_AT + r.n_slot * SLOT_BYTES;
-    r.extras_at = r.x_at + x_bytes;
+    r.zeros_at = r.x_at + x_bytes;
+    r.extras_at = r.zeros_at + zero_bytes;
     r.sets_at = r.extras_at + extra_bytes;
     r.room_bytes = r.sets_at + set_bytes;
     r.by_slot = (int)ceil_div(1 << 16, r.n_slot);

@@ -32,6 +32,8 @@ enum {
     MOST_ADDED = 4,     /* parts of a sum that such a block adds */
     PLAIN_PARTS = 4,    /* of a row of plain weights, at most */
     PLAIN_CHUNKS = 5,   /* of 256 columns, of a part at most where x is normed so, */
+    ZEROS_ROWS = 2,     /* up to so many rows of x, the columns that they leave of a matrix instruction are zeros */
+    ZEROS = 5 * 256,    /* bytes of them: x of the tiles that are multiplied behind one another without a branch */
     PLAIN_ROWS = 128,   /* and so many rows of plain weights */
     D = 128,
     SHARED_MAX = 227 * 1024
@@ -181,11 +183,11 @@ struct normed {
 static_assert(sizeof(struct normed) == NORMED_FLOATS * sizeof(float), "as device.cu allocates it");
 
 struct run {
-    int n_op, n_edge, n_early;                   /* edges of either kind */
-    int n_row, n_seg, n_slot, by_slot,           /* by_slot: 2^16 / n_slot, rounded up */
-        set_floats, set_rows, extra_bytes;       /* set_rows: n_row, or the next power of two */
-    int x_at, extras_at, sets_at, room_bytes;    /* of shared memory */
-    const int32_t *seg_row, *seg_pos, *seg_slot; /* as ql_batch's */
+    int n_op, n_edge, n_early;                          /* edges of either kind */
+    int n_row, n_seg, n_slot, by_slot,                  /* by_slot: 2^16 / n_slot, rounded up */
+        set_floats, set_rows, extra_bytes;              /* set_rows: n_row, or the next power of two */
+    int x_at, zeros_at, extras_at, sets_at, room_bytes; /* of shared memory */
+    const int32_t *seg_row, *seg_pos, *seg_slot;        /* as ql_batch's */
     struct edges *edges;
     struct normed *normed;
     struct lanes lanes;
