@@ -444,7 +444,6 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
 #if HAVE_WGMMA
     extern __shared__ __align__(128) uint8_t room[];
     struct shared *sh = (struct shared *)room;
-    wait_previous();
     /* As ordinary memory: constants that differ between lanes are read one after another. */
     const uint4 *ops = (const uint4 *)args.op;
     asm volatile("" : "+l"(ops));
@@ -461,11 +460,6 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
         if (i < MAX_OPS * (int)(sizeof(struct chain_op) / 16)) {
             ((uint4 *)sh->op)[i] = part[j];
         }
-    }
-    if (threadIdx.x == 32) {
-        sh->base = *(volatile unsigned *)&args.edges->base;
-        sh->base_early = *(volatile unsigned *)&args.edges->base_early;
-        sh->exchanged = *(volatile unsigned *)&args.edges->exchanged;
     }
     if (args.n_seg > 0 && threadIdx.x <= args.n_seg) {
         int i = threadIdx.x;
@@ -497,9 +491,6 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
         struct chain_op &op = sh->op[min(i, args.n_op - 1)];
         struct product &p = op.product;
         bool there = i < args.n_op && op.kind == PRODUCT;
-        if (i < args.n_op) {
-            place_sums(sh, op);
-        }
         if (there) {
             struct deal &d = p.deal;
             d.first = blockIdx.x;
@@ -528,12 +519,29 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
         }
     }
     __syncthreads();
-    if (threadIdx.x >= N_THREAD + 32) {
+    if (threadIdx.x >= N_THREAD && threadIdx.x < N_THREAD + 32) {
+        if (threadIdx.x == N_THREAD) { /* at once: nothing that it fetches is written by a kernel of this step */
+            fetch<R>(args, sh, room);
+        }
+        return;
+    }
+    wait_previous();
+    if (threadIdx.x < 32) {
+        if (threadIdx.x == 0) {
+            sh->base = *(volatile unsigned *)&args.edges->base;
+            sh->base_early = *(volatile unsigned *)&args.edges->base_early;
+            sh->exchanged = *(volatile unsigned *)&args.edges->exchanged;
+        }
+        __syncwarp();
+        if ((int)threadIdx.x < args.n_op) {
+            place_sums(sh, sh->op[threadIdx.x]);
+        }
+    }
+    sync_but_fetching();
+    if (threadIdx.x >= N_THREAD) {
         finish_all<R>(args, sh, room);
-    } else if (threadIdx.x < N_THREAD) {
+    } else {
         compute_all<COLS, R>(args, sh, room);
-    } else if (threadIdx.x == N_THREAD) {
-        fetch<R>(args, sh, room);
     }
 #else
     __trap(); /* never launched on anything but compute capability 9.0 */

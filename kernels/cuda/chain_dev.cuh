@@ -52,6 +52,10 @@ __device__ __forceinline__ void copy_16(uint32_t to, const float *from) {
 __device__ __forceinline__ void sync_warps(void) { asm volatile("bar.sync 1, %0;" ::"n"((int)N_THREAD) : "memory"); }
 __device__ __forceinline__ void sync_four(void) { asm volatile("bar.sync 2, 128;" ::: "memory"); }
 __device__ __forceinline__ void sync_eight(void) { asm volatile("bar.sync 2, 256;" ::: "memory"); }
+/* Of these and the finishing warp. */
+__device__ __forceinline__ void sync_but_fetching(void) {
+    asm volatile("bar.sync 3, %0;" ::"n"((int)N_THREAD + 32) : "memory");
+}
 
 /* Until more than n of what `so_far` counts are there, of which the caller knows `seen`; returns how many are. */
 __device__ __forceinline__ int wait_count(const int *so_far, int seen, int n) {
