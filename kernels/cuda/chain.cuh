@@ -32,7 +32,7 @@ enum {
     MOST_ADDED = 4,     /* parts of a sum that such a block adds */
     PLAIN_PARTS = 4,    /* of a row of plain weights, at most */
     PLAIN_CHUNKS = 5,   /* of 256 columns, of a part at most where x is normed so, */
-    ZEROS_ROWS = 2,     /* up to so many rows of x, the columns that they leave of a matrix instruction are zeros */
+    ZEROS_ROWS = 1,     /* up to so many rows of x, the columns that they leave of a matrix instruction are zeros */
     ZEROS = 5 * 256,    /* bytes of them: x of the tiles that are multiplied behind one another without a branch */
     PLAIN_ROWS = 128,   /* and so many rows of plain weights */
     D = 128,
@@ -205,12 +205,12 @@ struct extra {
 
 struct shared {
     uint64_t full[MAX_SLOTS], empty[MAX_SLOTS];
-    float part[MAX_ROWS][32], most[MAX_ROWS][N_WARP];
+    float part[32], most[MAX_ROWS][N_WARP]; /* of warps: sums of a norm, and the largest of a row */
     float xscale[MAX_ROWS * MAX_SLICES];
     float pend[NORMED_BY_ALL][PEND];
-    float plain[MAX_ROWS][4]; /* of each warp */
-    float gate[2][2];         /* of the recurrence, rows in turn: what is kept of the state, beta */
-    uint64_t summed[AHEAD];   /* a task's units are in their set */
+    float plain[4];         /* of each warp with a part of a row of plain weights */
+    float gate[2][2];       /* of the recurrence, rows in turn: what is kept of the state, beta */
+    uint64_t summed[AHEAD]; /* a task's units are in their set */
     int at_op[N_WARP], at_task[N_WARP];
     unsigned base, base_early, exchanged; /* of the edges, as the run began */
     int come;                             /* stages that are known to have come, from the run's first on */

@@ -176,13 +176,13 @@ __device__ __forceinline__ void plain_rows(const struct product &p, const float 
             }
             acc = warp_sum(acc);
             if (lane == 0) {
-                sh->plain[0][warp] = acc;
+                sh->plain[warp] = acc;
             }
             sync_four();
             if (warp == 0 && lane == 0) {
-                float v = sh->plain[0][0];
+                float v = sh->plain[0];
                 for (int q = 1; q < parts; q++) {
-                    v += sh->plain[0][q];
+                    v += sh->plain[q];
                 }
                 t.y[row * t.ldy + i - row0] = v;
             }
@@ -260,7 +260,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
         }
         float sum = sum_of_squares(v);
         if ((lane & 7) == 0) {
-            sh->part[0][warp * 4 + (lane >> 3)] = sum;
+            sh->part[warp * 4 + (lane >> 3)] = sum;
         }
     } else if (parts > 0) {
         for (int i = threadIdx.x - 32 * WARPS; i < share; i += N_THREAD - 32 * WARPS) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void norm_x(const struct product &p, int row, const f
     for (int j = 0; j < NORM_SHARE; j++) {
         v[j] = 4 * j * N_THREAD + at < k ? *(const float4 *)(y + 4 * j * N_THREAD + at) : none;
     }
-    float scale = 1.0f / sqrtf(warp_sum(sh->part[0][lane]) / (float)k + p.eps), most = 0.0f, back;
+    float scale = 1.0f / sqrtf(warp_sum(sh->part[lane]) / (float)k + p.eps), most = 0.0f, back;
 #pragma unroll
     for (int j = 0; j < NORM_SHARE; j++) {
         v[j] = normed4(v[j], scale, w[j]);
@@ -385,7 +385,7 @@ __device__ __forceinline__ void norm_row(const struct run &r, const struct produ
         }
         float sum = sum_of_squares(c);
         if ((lane & 7) == 0) {
-            sh->part[0][warp * 4 + (lane >> 3)] = sum;
+            sh->part[warp * 4 + (lane >> 3)] = sum;
         }
     }
     if (p.residual) {
@@ -397,7 +397,7 @@ __device__ __forceinline__ void norm_row(const struct run &r, const struct produ
         }
     }
     sync_warps();
-    float scale = 1.0f / sqrtf(warp_sum(sh->part[0][lane]) / (float)k + p.eps), most = 0.0f, back;
+    float scale = 1.0f / sqrtf(warp_sum(sh->part[lane]) / (float)k + p.eps), most = 0.0f, back;
 #pragma unroll
     for (int j = 0; j < NORM_SHARE; j++) {
         v[j] = normed4(v[j], scale, w[j]);
