@@ -444,6 +444,7 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
 #if HAVE_WGMMA
     extern __shared__ __align__(128) uint8_t room[];
     struct shared *sh = (struct shared *)room;
+    wait_previous();
     /* As ordinary memory: constants that differ between lanes are read one after another. */
     const uint4 *ops = (const uint4 *)args.op;
     asm volatile("" : "+l"(ops));
@@ -525,7 +526,6 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
         }
         return;
     }
-    wait_previous();
     if (threadIdx.x < 32) {
         if (threadIdx.x == 0) {
             sh->base = *(volatile unsigned *)&args.edges->base;
