@@ -172,6 +172,7 @@ __device__ __forceinline__ void compute(const struct chain_target &t, int row0, 
     /* N tiles: loads of weights before the first use, those of x a tile ahead. */
     auto tiles = [&](auto count) {
         constexpr int N = decltype(count)::value;
+        static_assert(N * KT * 2 * COLS <= ZEROS, "as many zeros as are read from one place");
         uint4 w[N], b[2][KT / 32];
         uint32_t s[N];
         auto load_x = [&](int m) {
