@@ -460,6 +460,19 @@ static int plan_lanes(bench *b, int32_t n_lane) {
     return ql_checkpoint_plan(b->ckpt, &opt, &b->plan, &err) == QL_OK ? 0 : ql_cli_fail_err(&err);
 }
 
+/* Steps of the numbers asked for, if any were, at context c: what each of its runs gives goes behind `rounds`. */
+static int time_steps(const bench *b, int32_t c, enum what what, const struct counts *counts, json_t *rounds) {
+    int rc = 0;
+    json_t *one;
+    for (int32_t r = 0; r < b->runs[c] && rc == 0 && counts->n > 0; r++) {
+        rc = in_process(b, b->context[c], what, &one);
+        if (rc == 0) {
+            json_array_append_new(rounds, one);
+        }
+    }
+    return rc;
+}
+
 static int measure_all(bench *b, json_t *points) {
     int rc = 0;
     for (int32_t c = 0; c < b->n_context && rc == 0; c++) {
@@ -482,18 +495,8 @@ static int measure_all(bench *b, json_t *points) {
                 json_array_append_new(runs, one);
             }
         }
-        for (int32_t r = 0; r < b->runs[c] && rc == 0 && b->together.n > 0; r++) {
-            rc = in_process(b, b->context[c], TOGETHER, &one);
-            if (rc == 0) {
-                json_array_append_new(together, one);
-            }
-        }
-        for (int32_t r = 0; r < b->runs[c] && rc == 0 && b->rows.n > 0; r++) {
-            rc = in_process(b, b->context[c], ROWS, &one);
-            if (rc == 0) {
-                json_array_append_new(rows, one);
-            }
-        }
+        rc = rc ? rc : time_steps(b, c, TOGETHER, &b->together, together);
+        rc = rc ? rc : time_steps(b, c, ROWS, &b->rows, rows);
         if (rc == 0) {
             json_array_append_new(points, point(b, b->context[c], runs, phases, together, rows));
         } else {
@@ -674,13 +677,13 @@ static int run_bench(bench *b, json_t **result) {
     const ql_cli_args *args = b->args;
     ql_error err = {0};
     int rc = ql_cli_fill_options(args, &b->opt, &b->kernels);
-    rc = rc ? rc : ql_cli_model(b->args, b->model, sizeof b->model);
-    rc = rc || !b->args->out ? rc : ql_cli_folder("--out", b->args->out);
+    rc = rc ? rc : ql_cli_model(args, b->model, sizeof b->model);
+    rc = rc || !args->out ? rc : ql_cli_folder("--out", args->out);
     if (rc) {
         return rc;
     }
     b->opt.model = b->model;
-    b->n = b->args->n > 0 ? (int32_t)b->args->n : DEFAULT_N;
+    b->n = args->n > 0 ? (int32_t)args->n : DEFAULT_N;
     if (b->n < 2) {
         return ql_cli_fail(QL_EXIT_USAGE, "-n wants 2 or more here: decode is timed from the first id to the last");
     }
