@@ -258,11 +258,11 @@ __device__ __forceinline__ void multiply(const struct run &r, const struct produ
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, units = p.units, all = all_units(p), by_task = p.by_task;
     int stages = p.epilogue == GATED ? 2 * p.stages : p.stages, end = p.task0 + p.tasks;
     uint32_t steps = distances(warp);
-    /* Results of the columns that there are not depend on them alone. Zeros there take less power than any other numbers. */
+    /* Results of the columns that there are not depend on them alone. One row leaves most; zeros there take less power. */
     int column = min(lane >> 2, r.n_row * COLS - 1), x_tile = KT * 2 * COLS;
     uint32_t x = shared_address(room + r.x_at) + column / COLS * (x_stride<COLS>(p.k >> p.log_parts, FMT) * 2) +
                  (COLS == 2 ? (lane & 3) * 32 + column % 2 * 16 : (lane & 3) * (KT / 2));
-    if (R <= ZEROS_ROWS && column < lane >> 2) {
+    if (R == 1 && column < lane >> 2) {
         x = shared_address(room + r.zeros_at);
         x_tile = 0;
     }
@@ -471,7 +471,7 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
             sh->seg_slot[i] = args.seg_slot[i];
         }
     }
-    if (args.n_row <= ZEROS_ROWS && threadIdx.x < ZEROS / 16) {
+    if (args.n_row == 1 && threadIdx.x < ZEROS / 16) {
         ((uint4 *)(room + args.zeros_at))[threadIdx.x] = make_uint4(0, 0, 0, 0);
     }
     if (threadIdx.x == 0) {
@@ -522,7 +522,7 @@ __global__ void __launch_bounds__(N_THREAD + 64, 1) chain_kernel(const __grid_co
     }
     __syncthreads();
     if (threadIdx.x >= N_THREAD && threadIdx.x < N_THREAD + 32) {
-        if (threadIdx.x == N_THREAD) { /* at once: nothing that it fetches is written by a kernel of this step */
+        if (threadIdx.x == N_THREAD) { /* which needs none of what follows */
             fetch<R>(args, sh, room);
         }
         return;

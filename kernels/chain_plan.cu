@@ -452,8 +452,7 @@ ql_status ql_cuda_prove_chains(ql_dev *dev, float *sum, int32_t n, int32_t round
     r.n_slot = 1; /* nothing is fetched */
     r.by_slot = 1 << 16;
     r.set_rows = 1;
-    r.x_at = r.zeros_at = r.extras_at = r.sets_at = RING_AT;
-    r.room_bytes = RING_AT + ZEROS;
+    r.x_at = r.zeros_at = r.extras_at = r.sets_at = r.room_bytes = RING_AT;
     b.parts_stride = n;
     b.n_parts = r.lanes.n_lane;
     b.parts = sums_of(&b);
@@ -491,8 +490,7 @@ ql_status ql_chain_cuda(ql_dev *dev, const ql_op *op, int32_t n, int32_t *taken)
         }
     }
     int x_bytes = (b.x_bytes + 127) / 128 * 128, extra_bytes = ahead_of(r.n_row) * r.extra_bytes,
-        set_bytes = ahead_of(r.n_row) * r.set_floats * (int)sizeof(float),
-        zero_bytes = r.n_row <= ZEROS_ROWS ? ZEROS : 0;
+        set_bytes = ahead_of(r.n_row) * r.set_floats * (int)sizeof(float), zero_bytes = r.n_row == 1 ? ZEROS : 0;
     r.n_slot = (SHARED_MAX - RING_AT - x_bytes - zero_bytes - extra_bytes - set_bytes) / SLOT_BYTES;
     r.n_slot = r.n_slot < MAX_SLOTS ? r.n_slot : MAX_SLOTS;
     if (products == 0 || r.n_slot < IN_FLIGHT) {

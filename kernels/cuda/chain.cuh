@@ -32,9 +32,8 @@ enum {
     MOST_ADDED = 4,     /* parts of a sum that such a block adds */
     PLAIN_PARTS = 4,    /* of a row of plain weights, at most */
     PLAIN_CHUNKS = 5,   /* of 256 columns, of a part at most where x is normed so, */
-    ZEROS_ROWS = 1,     /* up to so many rows of x, the columns that they leave of a matrix instruction are zeros */
-    ZEROS = 5 * 256,    /* bytes of them: x of the tiles that are multiplied behind one another without a branch */
     PLAIN_ROWS = 128,   /* and so many rows of plain weights */
+    ZEROS = 5 * 256,    /* bytes: x of the columns that one row leaves, of the tiles that are read behind one another */
     D = 128,
     SHARED_MAX = 227 * 1024
 };
